@@ -1,0 +1,136 @@
+# Every command of developers and CI. `make help` lists them.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+MATURIN := VIRTUAL_ENV="$(abspath $(VENV))" $(VENV)/bin/maturin
+MODEL := smollm2-135m-instruct
+PROFILE ?= checked
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+MUTANTS ?=
+PYTHON_SOURCES := python tests benches kernels scripts
+
+# Loom's own build: another cfg means other artefacts. Link-time optimisation buys it nothing.
+LOOM := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom CARGO_PROFILE_RELEASE_LTO=off \
+	CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 cargo test --locked -p cbrs-core --test loom --release
+
+# Everything but the wheel is built with the profile `checked`, so that one build of the dependencies
+# serves the extension, the Rust tests, the lints and the documentation.
+
+# The stages of `make test` run after its set-up and build, and need not look at them again.
+ifndef CBRS_STAGED
+NEED_SETUP := setup
+NEED_BUILD := build
+NEED_FMT := fmt-check
+endif
+
+.PHONY: help
+help: ## list all commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | \
+		while IFS=$$'\t' read -r name text; do printf '  %-14s %s\n' "$$name" "$$text"; done
+
+.PHONY: all
+all: fmt build test ## format, build and check everything
+
+.PHONY: demo
+demo: wheel ## run the same requests under static and continuous batching, and draw both (DEMO_ARGS=...)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/cbrs-*.whl
+	@$(VENV)/bin/cbrs pull $(MODEL)
+	@$(VENV)/bin/cbrs demo $(DEMO_ARGS)
+
+.PHONY: test
+test: ## set up, then run every check that CI runs (25 minutes at most on 2 cores)
+	@CBRS_STAGED=1 scripts/stages.sh setup build model fmt-check lint test-loom wheel-smoke test-rust test-py
+
+.PHONY: soak
+soak: $(NEED_BUILD) model ## run the long versions of the tests (hours)
+	CBRS_RANDOM_OPS=100000000 CBRS_SOAK=1 cargo test --locked --profile checked
+	CBRS_SOAK=1 LOOM_MAX_PREEMPTIONS=4 $(LOOM)
+	CBRS_SOAK=1 $(PY) -m pytest -m soak --timeout 0 $(PYTEST_ARGS)
+
+.PHONY: setup
+setup: ## check the prerequisites and make .venv (PYTHON=python3.12 names the interpreter)
+	@scripts/setup.sh "$(PYTHON)" $(VENV)
+
+.PHONY: build
+build: $(NEED_SETUP) ## install cbrs into .venv, editable (PROFILE=dev, checked or release)
+	$(MATURIN) develop --locked --profile $(PROFILE)
+
+.PHONY: model
+model: $(NEED_BUILD) ## fetch the small model into the cache, once
+	$(VENV)/bin/cbrs pull $(MODEL)
+
+.PHONY: fmt
+fmt: $(NEED_SETUP) ## format all sources in place
+	cargo fmt --all
+	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
+	$(PY) -m ruff format $(PYTHON_SOURCES)
+
+.PHONY: fmt-check
+fmt-check: $(NEED_SETUP) ## fail if a source is not formatted
+	cargo fmt --all --check
+	$(PY) -m ruff format --check $(PYTHON_SOURCES)
+
+.PHONY: lint
+lint: $(NEED_FMT) $(NEED_BUILD) stubtest docs ## clippy, rustdoc, ruff, mypy, stubtest
+	cargo clippy --locked --workspace --all-targets --profile checked -- -D warnings
+	$(PY) -m ruff check $(PYTHON_SOURCES)
+	$(PY) -m mypy
+
+.PHONY: stubtest
+stubtest: $(NEED_BUILD) ## hold _core.pyi against the built module
+	$(PY) -m mypy.stubtest cbrs._core $(if $(wildcard .mypy-stubtest-allowlist),--allowlist .mypy-stubtest-allowlist)
+
+.PHONY: test-rust
+test-rust: ## Rust tests, the random test against the reference included, and the examples
+	cargo test --locked --profile checked --no-fail-fast
+	for example in $(basename $(notdir $(wildcard rust/core/examples/*.rs))); do \
+		cargo run --locked --profile checked -p cbrs-core --example "$$example"; done
+
+.PHONY: test-loom
+test-loom: ## model-check the queue: the small models exhaustively, the larger ones with a bound
+	$(LOOM)
+
+.PHONY: test-py
+test-py: $(NEED_BUILD) $(if $(NEED_BUILD),model) ## Python tests (PYTEST_ARGS=...)
+	$(PY) -m pytest --ignore tests/test_packaging.py $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(NEED_BUILD) ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+.PHONY: wheel
+wheel: $(NEED_SETUP) ## build the release wheel into dist/
+	@rm -f dist/cbrs-*.whl
+	$(MATURIN) build --locked --release --out dist
+
+.PHONY: sdist
+sdist: $(NEED_SETUP) ## build the source distribution into dist/
+	@rm -f dist/cbrs-*.tar.gz
+	$(MATURIN) sdist --out dist
+
+.PHONY: wheel-smoke
+wheel-smoke: wheel sdist ## install wheel and sdist into fresh environments and use them
+	CBRS_DIST=dist $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last
+	@for bench in $(filter-out benches/hardware.py,$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
+
+.PHONY: mutants
+mutants: $(NEED_SETUP) ## plant each known fault in turn; one that no test notices is an error (MUTANTS=word)
+	$(PY) scripts/mutants.py $(MUTANTS)
+
+.PHONY: docs
+docs: ## build the API documentation of the Rust crates into target/doc/
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --profile checked
+
+.PHONY: clean
+clean: ## remove everything that was built, .venv too
+	rm -rf target dist cbrs-demo $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python kernels tests benches scripts \( -name __pycache__ -o -name '_core*.so' \) -prune -exec rm -rf {} +

@@ -1,0 +1,70 @@
+"""Continuous batching for decoder language models.
+
+Three ways in: `Scheduler`, the scheduler alone for an engine of your own (needs numpy only); `LLM`,
+the Python engine (needs the extra `engine`); and the command `cbrs`.
+
+Everything is loaded on first use: `import cbrs` loads neither numpy nor torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cbrs import errors
+    from cbrs._core import (
+        Batch,
+        Scheduler,
+        SchedulerConfig,
+        StepOutput,
+        StepResult,
+        __version__,
+    )
+    from cbrs.config import EngineConfig
+    from cbrs.llm import LLM
+    from cbrs.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from cbrs.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "Batch",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepOutput",
+    "StepResult",
+    "__version__",
+    "errors",
+]
+
+_MODULE_OF = {
+    "LLM": "cbrs.llm",
+    "Batch": "cbrs._core",
+    "CompletionOutput": "cbrs.outputs",
+    "EngineConfig": "cbrs.config",
+    "RequestMetrics": "cbrs.outputs",
+    "RequestOutput": "cbrs.outputs",
+    "SamplingParams": "cbrs.sampling_params",
+    "Scheduler": "cbrs._core",
+    "SchedulerConfig": "cbrs._core",
+    "StepOutput": "cbrs._core",
+    "StepResult": "cbrs._core",
+    "__version__": "cbrs._core",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("cbrs.errors")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'cbrs' has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

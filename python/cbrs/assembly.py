@@ -1,0 +1,115 @@
+"""From an `EngineConfig` to an engine: load the model, size the KV pool, join the parts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from cbrs._core import OutputProcessor, Scheduler, SchedulerConfig
+from cbrs.config import EffectiveConfig
+from cbrs.engine import Engine
+from cbrs.loading import LoadedModel, load_model
+from cbrs.runner.kv_cache import default_num_blocks
+from cbrs.runner.model_runner import make_runner
+
+if TYPE_CHECKING:
+    from cbrs._core import Tokenizer
+    from cbrs.config import EngineConfig
+
+logger = logging.getLogger("cbrs")
+
+
+def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
+    """Loads the model of `config` and returns an engine for it, and its tokenizer if it has one.
+
+    Raises:
+        ModelLoadError: names the file and what is wrong in it.
+        ValueError: a setting that this model or machine cannot have.
+    """
+    started = time.monotonic()
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, num_threads=config.num_threads
+    )
+    decided = _decide(config, loaded)
+    scheduler = Scheduler(_scheduler_config(decided, loaded))
+    # The core lowers it to what the pool holds.
+    decided = replace(decided, max_model_len=scheduler.config.max_model_len)
+    runner, sampler = make_runner(
+        loaded,
+        num_blocks=decided.num_blocks,
+        block_size=decided.block_size,
+        num_threads=decided.num_threads,
+    )
+    processor = OutputProcessor(scheduler, loaded.tokenizer)
+    logger.info(
+        "%s is ready after %.1f s: %s on %s, %d KV blocks of %d tokens = %.0f MiB",
+        decided.model,
+        time.monotonic() - started,
+        decided.dtype,
+        decided.device,
+        decided.num_blocks,
+        decided.block_size,
+        decided.kv_cache_bytes / 2**20,
+    )
+    return Engine(decided, scheduler, processor, runner, sampler), loaded.tokenizer
+
+
+def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
+    context = loaded.config.max_position_embeddings
+    max_model_len = context if config.max_model_len is None else config.max_model_len
+    if max_model_len > context:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, but the context of {config.model} has {context}"
+        )
+    block_bytes = loaded.kv_bytes_per_block(config.block_size)
+    num_blocks = _num_blocks(config, loaded, max_model_len, block_bytes)
+    given = {item.name: getattr(config, item.name) for item in fields(config)}
+    chunk = config.max_prefill_chunk_tokens
+    decided = {
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "num_threads": config.num_threads or len(os.sched_getaffinity(0)),
+        "num_blocks": num_blocks,
+        "kv_cache_bytes": num_blocks * block_bytes,
+        "max_prefill_chunk_tokens": config.max_num_batched_tokens if chunk is None else chunk,
+        "max_model_len": max_model_len,
+    }
+    return EffectiveConfig(**(given | decided))
+
+
+def _num_blocks(
+    config: EngineConfig, loaded: LoadedModel, max_model_len: int, block_bytes: int
+) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_bytes is not None and block_bytes > 0:
+        if config.kv_cache_bytes < block_bytes:
+            raise ValueError(
+                f"kv_cache_bytes is {config.kv_cache_bytes}, but one block takes {block_bytes}"
+            )
+        return config.kv_cache_bytes // block_bytes
+    usable = config.max_num_seqs * math.ceil(max_model_len / config.block_size)
+    if block_bytes == 0:
+        return usable
+    return min(usable, default_num_blocks(block_bytes, loaded.device))
+
+
+def _scheduler_config(config: EffectiveConfig, loaded: LoadedModel) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=config.num_blocks,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        enable_prefix_caching=config.enable_prefix_caching,
+        queue_capacity=config.queue_capacity,
+        max_prefill_chunk_tokens=config.max_prefill_chunk_tokens,
+        policy=config.policy,
+        seed=config.seed,
+    )

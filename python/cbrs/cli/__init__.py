@@ -1,0 +1,84 @@
+"""The command `cbrs`: arguments in, exit code out.
+
+0 = done, 1 = failed while running, 2 = bad input, 130 = Ctrl-C. Errors are one line on stderr.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import cbrs
+from cbrs.cli import demo, generate, pull
+from cbrs.cli.common import InputError
+from cbrs.errors import ModelLoadError
+
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+logger = logging.getLogger("cbrs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; argparse itself exits with 2 on bad arguments."""
+    arguments = _make_parser().parse_args(argv)
+    _log_to_stderr(logging.DEBUG if arguments.verbose else logging.INFO)
+    try:
+        exit_code = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("cbrs: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has gone; the interpreter must not try to flush into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except (InputError, ModelLoadError, ValueError) as error:
+        return _report(error, EXIT_BAD_INPUT)
+    except Exception as error:
+        return _report(error, EXIT_FAILURE)
+    return exit_code
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cbrs",
+        description="Continuous-batching inference for decoder language models.",
+        epilog="example:\n  cbrs generate null --prompt 'Once upon a time' --max-tokens 8",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cbrs {cbrs.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (generate, pull, demo):
+        module.add_parser(commands)
+    return parser
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLineFormatter(level))
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level)
+
+
+class _OneLineFormatter(logging.Formatter):
+    """Leaves tracebacks out unless everything is logged."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__("cbrs: %(message)s")
+        self._with_traceback = level <= logging.DEBUG
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not self._with_traceback:
+            record.exc_info = record.exc_text = None
+        return super().format(record)
+
+
+def _report(error: Exception, exit_code: int) -> int:
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"cbrs: error: {message}", file=sys.stderr)
+    logger.debug("traceback", exc_info=error)
+    return exit_code

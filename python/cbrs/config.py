@@ -1,0 +1,82 @@
+"""`EngineConfig`: every engine and model setting, its default, and its only check."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; `LLM` takes them as keyword arguments.
+
+    `None` means "decided when the model is known"; `LLM.config` tells what was decided. Limits of
+    the scheduler are checked by the core.
+    """
+
+    model: str = DEFAULT_MODEL
+    """A known name, `null`, a folder, a `.gguf` file, or (with the extra `hub`) a hub id."""
+    dtype: Dtype = "auto"
+    """Of weights and KV cache; `auto` is bfloat16 where the device computes in it, else float32."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, …; `auto` is the first CUDA device if there is one."""
+    num_threads: int | None = None
+    """CPU threads for the model; None = one per core that this process may use."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int | None = None
+    """KV blocks in the pool; None = as many as `kv_cache_bytes` holds."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV pool; None = a quarter of the free memory, at most 4 GiB, and no more than
+    `max_num_seqs` can use."""
+    max_num_seqs: int = 64
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step."""
+    max_prefill_chunk_tokens: int | None = None
+    """Prompt tokens of one sequence in one step; None = the token budget."""
+    max_model_len: int | None = None
+    """Prompt plus output at most; None = the model's context. Lowered to what the pool holds."""
+    enable_prefix_caching: bool = True
+    """Reuse computed KV blocks between prompts that begin alike."""
+    policy: str = "fcfs"
+    """`fcfs` is continuous batching; `static` runs each batch until its slowest member ends."""
+    queue_capacity: int = 65_536
+    """Requests that may wait in the core."""
+    seed: int = 0
+    """Source of the random numbers of requests without a seed."""
+
+    def __post_init__(self) -> None:
+        """Checks what the core does not check.
+
+        Raises:
+            ValueError: names the field and the fix.
+        """
+        if not self.model:
+            raise ValueError(f"model is empty; give a name or a path, e.g. {DEFAULT_MODEL!r}")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(_DTYPES)}")
+        for name in ("num_threads", "block_size", "num_blocks", "kv_cache_bytes", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give a number >= 1")
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ValueError("num_blocks and kv_cache_bytes both set the pool; give one of them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveConfig(EngineConfig):
+    """An `EngineConfig` in which every field is decided: what is in effect."""
+
+    num_threads: int
+    num_blocks: int
+    kv_cache_bytes: int
+    max_prefill_chunk_tokens: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        """Checks nothing: the fields were decided from a checked `EngineConfig`."""

@@ -1,0 +1,213 @@
+"""Runs one engine in whichever thread waits for results.
+
+There is no engine thread. Of the threads inside `LLM.generate` one drives: it steps the engine and
+hands out finished requests. The others sleep; once the driver has its own results, another takes
+over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cbrs.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    is_panic,
+    placed,
+)
+from cbrs.interrupts import append_results
+
+if TYPE_CHECKING:
+    from cbrs._core import FinishedRequest
+    from cbrs.engine import Engine
+
+# While nothing can run, the text thread is about to hand over a result; it wakes the wait at once.
+_IDLE_WAIT_S = 0.005
+# A thread that sleeps with requests left to submit looks for queue room this often.
+_FEED_INTERVAL_S = 0.01
+# A thread that sleeps reports its progress this often.
+_REPORT_INTERVAL_S = 0.25
+# `index` of a request is the number of its call above these bits and its position below.
+_INDEX_BITS = 32
+
+
+class Call:
+    """The requests of one `generate` call, and what has come of them.
+
+    Requests are submitted in order, so that `request_ids[i]` belongs to prompt `i`.
+    """
+
+    def __init__(self, submissions: Sequence[Callable[..., int]]) -> None:
+        """`submissions` submit one prompt each; they take the keyword `index`."""
+        self._submissions = submissions
+        self._num_wanted = len(submissions)
+        self.first_index = 0
+        self.request_ids: list[int] = []
+        self.finished: dict[int, FinishedRequest] = {}
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether nothing is left to submit."""
+        return len(self.request_ids) >= self._num_wanted
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything submitted has ended and nothing is left to submit."""
+        return self.is_fed and len(self.finished) >= len(self.request_ids)
+
+    def feed(self) -> bool:
+        """Submits what the queue takes; returns whether it refused one.
+
+        Raises:
+            InvalidRequestError: names the position of the prompt.
+        """
+        start = len(self.request_ids)
+        rest = (
+            partial(self._submissions[i], index=self.first_index + i)
+            for i in range(start, self._num_wanted)
+        )
+        try:
+            append_results(self.request_ids, rest)
+        except OverloadedError:
+            return True
+        except InvalidRequestError as error:
+            raise placed(error, f"prompts[{len(self.request_ids)}]") from None
+        return False
+
+    def take(self, finished: FinishedRequest) -> None:
+        """Keeps a result; taking it twice does no harm."""
+        self.finished[finished.index - self.first_index] = finished
+
+    def stop_feeding(self) -> None:
+        """Leaves the rest unsubmitted."""
+        self._num_wanted = 0
+
+
+class Driver:
+    """Takes turns among calling threads to run one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Drives `engine`, which nothing else may step meanwhile."""
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._calls: dict[int, Call] = {}
+        self._num_calls = 0
+        self._driver: int | None = None
+        self._inbox: list[list[FinishedRequest]] = []
+        self._closed = False
+        self._death: BaseException | None = None
+
+    def run(self, call: Call, on_progress: Callable[[int], object] | None = None) -> None:
+        """Submits the requests of `call` and returns when all have ended.
+
+        On any exception (a refused prompt, a Ctrl-C) the call's requests are cancelled and waited
+        for before it goes on, so that nothing of it stays in the engine.
+        """
+        key = self._register(call)
+        try:
+            self._until_done(call, on_progress)
+        except BaseException:
+            call.stop_feeding()
+            for request_id in call.request_ids:
+                self._engine.scheduler.cancel(request_id)
+            if not self._closed and self._death is None:
+                self._until_done(call, None)
+            raise
+        finally:
+            self._leave()
+            self._calls.pop(key, None)
+
+    def close(self) -> None:
+        """Closes the engine once the thread that drives it has left the loop."""
+        me = threading.get_ident()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            # A signal handler or hook of the driving thread must not wait for itself.
+            self._changed.wait_for(lambda: self._driver in (None, me))
+        self._engine.close()
+
+    def _register(self, call: Call) -> int:
+        with self._changed:
+            self._num_calls += 1
+            key = self._num_calls
+            call.first_index = key << _INDEX_BITS
+            self._calls[key] = call
+        return key
+
+    def _until_done(self, call: Call, on_progress: Callable[[int], object] | None) -> None:
+        while not call.is_done:
+            self._check_usable()
+            call.feed()
+            if self._take_turn(call):
+                try:
+                    self._drive(call, on_progress)
+                finally:
+                    self._leave()
+            if on_progress is not None:
+                on_progress(len(call.finished))
+
+    def _check_usable(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine has died: {self._death}") from self._death
+        if self._closed:
+            raise EngineClosedError("the engine was closed; create a new one")
+
+    def _take_turn(self, call: Call) -> bool:
+        """Sleeps until there is something to do for `call`; returns whether this thread drives."""
+        me = threading.get_ident()
+        with self._changed:
+            if self._driver not in (None, me):
+                self._changed.wait(_REPORT_INTERVAL_S if call.is_fed else _FEED_INTERVAL_S)
+            if self._driver not in (None, me) or call.is_done or self._closed:
+                return False
+            self._driver = me
+            return True
+
+    def _leave(self) -> None:
+        with self._changed:
+            if self._driver == threading.get_ident():
+                self._driver = None
+                self._changed.notify_all()
+
+    def _drive(self, call: Call, on_progress: Callable[[int], object] | None) -> None:
+        while not call.is_done and not self._closed:
+            if not call.is_fed:
+                call.feed()
+            self._step()
+            if on_progress is not None:
+                on_progress(len(call.finished))
+
+    def _step(self) -> None:
+        try:
+            batch = self._engine.step()
+        except BaseException as error:
+            # A failed model run stays inside `step`: what arrives here is the loop itself.
+            if isinstance(error, Exception) or is_panic(error):
+                self._death = error
+                self._check_usable()
+            raise
+        processor = self._engine.processor
+        append_results(self._inbox, [processor.take_finished])
+        if batch.num_seqs == 0 and not self._inbox[-1]:
+            append_results(self._inbox, [partial(processor.wait_finished, _IDLE_WAIT_S)])
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hands out what is in the inbox and wakes the threads whose calls are done."""
+        is_any_done = False
+        while self._inbox:
+            for finished in self._inbox[0]:
+                call = self._calls.get(finished.index >> _INDEX_BITS)
+                if call is not None:
+                    call.take(finished)
+                    is_any_done |= call.is_done
+            del self._inbox[0]
+        if is_any_done:
+            with self._changed:
+                self._changed.notify_all()

@@ -1,0 +1,104 @@
+"""The engine loop: schedule, forward, sample, commit.
+
+The scheduler decides what runs, the runner computes logits, the sampler picks tokens. Nothing here
+looks at single requests: a batch is flat arrays from end to end.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cbrs._core import StepResult
+from cbrs.errors import StepError, is_panic
+from cbrs.interrupts import append_results
+
+if TYPE_CHECKING:
+    from cbrs._core import Batch, OutputProcessor, Scheduler
+    from cbrs.config import EffectiveConfig
+    from cbrs.runner.model_runner import Runner, TokenSampler
+
+logger = logging.getLogger("cbrs")
+
+
+class Engine:
+    """One model under one scheduler, run step by step by one thread at a time.
+
+    A step whose model run raises fails the requests of its batch and no others.
+    """
+
+    def __init__(
+        self,
+        config: EffectiveConfig,
+        scheduler: Scheduler,
+        processor: OutputProcessor,
+        runner: Runner,
+        sampler: TokenSampler,
+    ) -> None:
+        """Joins the parts; `config` is what they were made from."""
+        self.config = config
+        self.scheduler = scheduler
+        self.processor = processor
+        self._runner = runner
+        self._sampler = sampler
+        # The batch in flight, if any, is the last one; a list, so that no interrupt can lose it.
+        self._batches: list[Batch] = []
+        self._result: StepResult | None = None
+
+    def step(self) -> Batch:
+        """Runs one iteration and returns what ran; `num_seqs` is 0 if there was nothing to run.
+
+        What the batch computed is committed by the next call. If the model run raises, the requests
+        of the batch end with finish reason `error`; the exception is logged, and raised again if it
+        is no failure but a demand to stop (a Ctrl-C).
+        """
+        batch = self._schedule()
+        if batch.num_seqs > 0:
+            try:
+                logits = self._runner.forward(batch)
+                token_ids, row_error = self._sampler.sample(logits, batch)
+                self._result = StepResult(batch.step_id, token_ids, row_error=row_error)
+            except BaseException as error:
+                self._fail(batch, error)
+                if not isinstance(error, Exception) and not is_panic(error):
+                    raise
+        return batch
+
+    def close(self) -> None:
+        """Ends every request as cancelled, refuses new ones and joins the text thread."""
+        self.scheduler.close()
+        self.processor.close()
+
+    def _schedule(self) -> Batch:
+        """Commits the last result and plans the next batch, in one call of the core."""
+        unanswered = self._unanswered()
+        if unanswered is not None:
+            self._fail(unanswered, RuntimeError("the model run was interrupted"))
+        try:
+            append_results(self._batches, [partial(self.scheduler.step, self._result)])
+        except StepError as error:
+            if not self._batches:
+                raise
+            self._fail(self._batches[-1], error)
+            append_results(self._batches, [self.scheduler.step])
+        self._result = None
+        del self._batches[:-1]
+        return self._batches[-1]
+
+    def _unanswered(self) -> Batch | None:
+        """Returns the batch in flight if an interrupt kept it from getting a result."""
+        if not self._batches or self._batches[-1].num_seqs == 0:
+            return None
+        batch = self._batches[-1]
+        answered = self._result is not None and self._result.step_id == batch.step_id
+        return None if answered else batch
+
+    def _fail(self, batch: Batch, error: BaseException) -> None:
+        logger.error("step %d failed: %s", batch.step_id, error, exc_info=error)
+        # The core may have been told already, if an interrupt came right after that.
+        with suppress(StepError):
+            self.scheduler.fail(batch.step_id, f"{type(error).__name__}: {error}")
+        self._result = None
+        self._batches.clear()

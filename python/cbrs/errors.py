@@ -1,0 +1,41 @@
+"""What cbrs raises; every class derives from `CbrsError`.
+
+`InvalidRequestError` and `StepError` are also `ValueError`s. `InvalidRequestError` has `param`,
+`OverloadedError` has `retry_after_s`, `ModelLoadError` has `file` and `field`.
+"""
+
+from cbrs._core import (
+    CbrsError,
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    OverloadedError,
+    PromptTooLongError,
+    StepError,
+)
+
+__all__ = [
+    "CbrsError",
+    "DeadlineExceededError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "ModelLoadError",
+    "OverloadedError",
+    "PromptTooLongError",
+    "StepError",
+]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Tells whether `error` is a panic of the native code: a broken invariant, hence a bug."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def placed(error: InvalidRequestError, place: str) -> InvalidRequestError:
+    """Returns the same refusal with the place in the caller's input before its message."""
+    copy = type(error)(f"{place}: {error}")
+    copy.param = error.param
+    return copy

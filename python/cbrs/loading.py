@@ -1,0 +1,303 @@
+"""From a model's name to a model that can run: resolve, check, read.
+
+A name is a known model (`cbrs.hub.KNOWN_MODELS`), `null`, a folder in the Hugging Face layout, a
+`.gguf` file, or a hub id. Whatever is wrong with a checkpoint is one `ModelLoadError` that names
+the file and the field. Pickle files are never opened and no code from a checkpoint is run.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cbrs import hub
+from cbrs._core import GgufFile, SafetensorsCheckpoint, Tokenizer
+from cbrs.models import model_class
+from cbrs.models.config import ModelConfig
+from cbrs.models.fields import load_error, read_json, read_text
+from cbrs.models.layers import native_bfloat16
+from cbrs.models.llama import EMBEDDING, HEAD, expected_tensors, gguf_name
+from cbrs.models.null import NullModel, is_null, null_config, parse_step_cost
+from cbrs.models.rope import RopeScaling
+from cbrs.weights import CheckpointWeights
+
+_MAX_TOKENIZER_BYTES = 64 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_ROPE_FACTORS = "rope_freqs.weight"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights and its tokenizer.
+
+    `vocab_size` is the number of ids that may be sampled: the tokenizer's, which can be smaller
+    than the padded `config.vocab_size`. `tokenizer` is None for a folder that has none; such a
+    model takes and gives token ids only. `path` is None for `null`.
+    """
+
+    name: str
+    path: Path | None
+    config: ModelConfig
+    module: nn.Module
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        return self.config.eos_token_ids
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is the model without weights."""
+        return isinstance(self.module, NullModel)
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of one KV block over all layers; 0 for a model without a KV cache."""
+        shape = self.config
+        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        return per_token * block_size * self.dtype.itemsize
+
+
+def resolve(name_or_path: str | os.PathLike[str]) -> Path | str:
+    """Return where the model lies, fetching a known model or a hub id first; "null" for `null`.
+
+    Raises:
+        ModelLoadError: there is no such name, file or folder.
+        ImportError: a hub id without the extra `hub`.
+    """
+    name = os.fspath(name_or_path)
+    if is_null(name):
+        return "null"
+    if name in hub.KNOWN_MODELS:
+        return hub.pull(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        known = ", ".join([*hub.KNOWN_MODELS, "null"])
+        raise load_error(
+            name, "model", f"no such file or folder, and not a known name; known names: {known}"
+        )
+    return hub.pull_from_hub(name)
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    pack: bool = True,
+) -> LoadedModel:
+    """Load a model to run on `device` in `dtype`.
+
+    `auto` is the first CUDA device if there is one, and bfloat16 where the device computes in it,
+    else float32. `num_threads` sets torch's CPU threads, which the process shares; None leaves
+    them. `pack=False` keeps the plain weights, as a reference for the packed ones.
+
+    Raises:
+        ModelLoadError: no such model, or a checkpoint that is malformed or not supported.
+        ValueError: a dtype or device that cannot be used here.
+    """
+    target = choose_device(device)
+    chosen = choose_dtype(dtype, target)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    name = os.fspath(name_or_path)
+    path = resolve(name)
+    if isinstance(path, str):
+        return _load_null(name, chosen, target)
+    if path.is_dir():
+        return _load_folder(name, path, chosen, target, pack)
+    return _load_gguf(name, path, chosen, target, pack)
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the device that `device` names; `auto` is CUDA if there is a usable one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; give 'auto', 'cpu' or 'cuda'") from None
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch finds no CUDA device; give 'cpu'")
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; give 'auto', 'cpu' or 'cuda'")
+    return target
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the torch type that `dtype` means on `device`."""
+    if dtype == "auto":
+        native = native_bfloat16() if device.type == "cpu" else torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; give one of auto, {', '.join(_DTYPES)}")
+    if dtype == "float16" and device.type == "cpu":
+        raise ValueError("dtype float16 needs a GPU; give 'bfloat16' or 'float32' on the CPU")
+    return _DTYPES[dtype]
+
+
+def _load_null(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    cost = parse_step_cost(name)
+    cached = hub.cached("smollm2-135m-instruct")
+    tokenizer = None if cached is None else _gguf_tokenizer(GgufFile(str(cached)), cached)
+    module = NullModel(tokenizer, cost)
+    return LoadedModel(
+        name=name,
+        path=None,
+        config=null_config(module.vocab_size),
+        module=module,
+        tokenizer=module.tokenizer,
+        vocab_size=module.vocab_size,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _load_gguf(
+    name: str, path: Path, dtype: torch.dtype, device: torch.device, pack: bool
+) -> LoadedModel:
+    if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        raise load_error(path, "model", "give the folder with config.json, or a .gguf file")
+    source = GgufFile(str(path))
+    names = source.tensor_names
+    config = ModelConfig.from_gguf(
+        source.metadata, path, tensor_names=set(names), tensor_shape=source.tensor_shape
+    )
+    if _ROPE_FACTORS in names:
+        config = _with_rope_factors(config, source, path)
+    tokenizer = _gguf_tokenizer(source, path)
+    vocab_size = _sampled_vocab(config, tokenizer, path)
+    weights = CheckpointWeights(source, path, dtype=dtype, device=device, pack=pack)
+    expected = ((name, gguf_name(name), shape) for name, shape in expected_tensors(config))
+    weights.check(expected, optional=[_ROPE_FACTORS])
+    module = model_class(config.architecture)(config, weights)
+    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device)
+
+
+def _load_folder(
+    name: str, path: Path, dtype: torch.dtype, device: torch.device, pack: bool
+) -> LoadedModel:
+    values = read_json(path / "config.json")
+    generation_file = path / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else None
+    config = ModelConfig.from_hf(values, path / "config.json", generation)
+    if not any(path.glob("*.safetensors")) and not (path / "model.safetensors.index.json").exists():
+        raise load_error(path, "model.safetensors", _no_weights(path))
+    source = SafetensorsCheckpoint(str(path))
+    tokenizer = _folder_tokenizer(path)
+    vocab_size = _sampled_vocab(config, tokenizer, path / "tokenizer.json")
+    weights = CheckpointWeights(source, path, dtype=dtype, device=device, pack=pack)
+    stored_head = f"{HEAD}.weight"
+    tied = config.tie_word_embeddings and stored_head in source.tensor_names
+    expected = ((name, name, shape) for name, shape in expected_tensors(config))
+    weights.check(expected, optional=[stored_head] if tied else [])
+    if tied:
+        weights.require_equal(f"{EMBEDDING}.weight", stored_head)
+    module = model_class(config.architecture)(config, weights)
+    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device)
+
+
+def _no_weights(path: Path) -> str:
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        return f"missing; {pickles[0]} is a pickle, which is never opened: convert to safetensors"
+    return "missing; the folder holds no safetensors file"
+
+
+def _with_rope_factors(config: ModelConfig, source: GgufFile, path: Path) -> ModelConfig:
+    """Apply the divisors of the rotary frequencies that files of Llama 3.1 and later hold."""
+    shape = tuple(source.tensor_shape(_ROPE_FACTORS))
+    if shape != (config.head_dim // 2,):
+        detail = f"shape {list(shape)}, but {config.head_dim // 2} factors are needed"
+        raise load_error(path, _ROPE_FACTORS, detail)
+    if config.rope_scaling is not None:
+        raise load_error(path, _ROPE_FACTORS, "given together with llama.rope.scaling.type")
+    factors = tuple(float(value) for value in source.tensor(_ROPE_FACTORS, "float32"))
+    if not all(0.0 < value < float("inf") for value in factors):
+        raise load_error(path, _ROPE_FACTORS, "holds a factor that is not positive and finite")
+    return replace(config, rope_scaling=RopeScaling("factors", freq_factors=factors))
+
+
+def _sampled_vocab(config: ModelConfig, tokenizer: Tokenizer | None, file: Path) -> int:
+    if tokenizer is None:
+        return config.vocab_size
+    if tokenizer.vocab_size > config.vocab_size:
+        detail = f"{tokenizer.vocab_size} tokens, but the model has {config.vocab_size} embeddings"
+        raise load_error(file, "vocabulary", detail)
+    return tokenizer.vocab_size
+
+
+def _gguf_tokenizer(source: GgufFile, path: Path) -> Tokenizer:
+    text = source.tokenizer_json()
+    special = source.special_token_ids
+    contents = {token["id"]: token["content"] for token in json.loads(text)["added_tokens"]}
+    options: dict[str, Any] = {
+        "chat_template": source.chat_template,
+        "bos_token": contents.get(special.get("bos")),
+        "eos_token": contents.get(special.get("eos")),
+        "add_bos_token": source.add_bos_token,
+    }
+    return _make_tokenizer(text, path, options)
+
+
+def _folder_tokenizer(path: Path) -> Tokenizer | None:
+    file = path / "tokenizer.json"
+    if not file.exists():
+        if (path / "tokenizer.model").exists():
+            detail = "missing; tokenizer.model alone is not supported: convert to tokenizer.json"
+            raise load_error(path, "tokenizer.json", detail)
+        return None
+    settings_file = path / "tokenizer_config.json"
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    options: dict[str, Any] = {
+        "chat_template": _chat_template(path, settings, settings_file),
+        "bos_token": _special_token(settings, "bos_token", settings_file),
+        "eos_token": _special_token(settings, "eos_token", settings_file),
+        "add_bos_token": settings.get("add_bos_token") is True,
+    }
+    return _make_tokenizer(read_text(file, _MAX_TOKENIZER_BYTES), file, options)
+
+
+def _make_tokenizer(text: str, file: Path, options: dict[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer(text, **options)
+    except ValueError as error:
+        raise load_error(file, "tokenizer", str(error)) from None
+
+
+def _chat_template(path: Path, settings: dict[str, Any], settings_file: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return read_text(file, _MAX_TEMPLATE_BYTES)
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # several named templates
+        named = {
+            entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)
+        }
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise load_error(settings_file, "chat_template", f"a {type(value).__name__}, not a string")
+    return value
+
+
+def _special_token(settings: dict[str, Any], key: str, file: Path) -> str | None:
+    value = settings.get(key)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is not None and not isinstance(value, str):
+        raise load_error(file, key, f"a {type(value).__name__}, not a string")
+    return value

@@ -1,0 +1,182 @@
+"""Building blocks that decoder architectures share.
+
+Everything here is for inference: weights are read once, straight into the type they run in, and
+the layers are called with the tokens of a whole batch, `[num_tokens, width]`.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cbrs.models.rope import RopeScaling, inverse_frequencies
+
+_UPCAST_FROM_TOKENS = 4
+"""From this many tokens on, a bfloat16 product without hardware support runs in float32."""
+
+
+class Weights(Protocol):
+    """Where a model reads its tensors from, by their Hugging Face names."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type that the model runs in; `read` converts to it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the model runs on."""
+
+    @property
+    def pack(self) -> bool:
+        """Whether linear layers may store their weights in the layout the CPU is fastest with."""
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
+
+
+class Linear(nn.Module):
+    """`x W^T + b`, where W may hold several projections of the same input, one after the other.
+
+    On the CPU the matrix is repacked once for oneDNN and the plain copy dropped. Where that is not
+    possible the plain matrix is used, which is also the reference that the packed path is tested
+    against.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
+        """Take `weight` `[out_features, in_features]` and `bias` `[out_features]`."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = _packed(weight) if pack else None
+        self._plain = weight if self._packed is None else None
+        self._upcast = (
+            self._packed is None
+            and weight.device.type == "cpu"
+            and weight.dtype == torch.bfloat16
+            and not native_bfloat16()
+        )
+
+    @classmethod
+    def read(cls, weights: Weights, prefixes: Sequence[str], bias: bool) -> "Linear":
+        """Read the projections called `prefixes` into one matrix, without a second copy of it."""
+        matrix = _join([weights.read(f"{prefix}.weight") for prefix in prefixes])
+        offset = _join([weights.read(f"{prefix}.bias") for prefix in prefixes]) if bias else None
+        return cls(matrix, offset, pack=weights.pack)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights lie in the packed layout."""
+        return self._packed is not None
+
+    def forward(self, inputs: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return `[num_tokens, out_features]`, plus `residual` of that shape if given.
+
+        The product has the type of `inputs`; a float32 `residual` makes the sum float32.
+        """
+        fused = residual is not None and residual.dtype == inputs.dtype
+        if self._packed is not None and fused:
+            return _packed_sum(inputs, self._packed, self.bias, residual)
+        out = self._product(inputs)
+        return out if residual is None else residual + out
+
+    def _product(self, inputs: Tensor) -> Tensor:
+        if self._packed is not None:
+            return _packed_product(inputs, self._packed, self.bias)
+        weight = self._plain
+        if weight is None:
+            raise RuntimeError("a linear layer without weights")
+        if self._upcast and inputs.shape[0] >= _UPCAST_FROM_TOKENS:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(inputs.float(), weight.float(), bias).to(inputs.dtype)
+        return F.linear(inputs, weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square over the last dimension, then scale by a learned weight."""
+
+    def __init__(
+        self, weights: Weights, name: str, eps: float, dtype: torch.dtype | None = None
+    ) -> None:
+        """Read the weight `name` `[width]`; `dtype` is the result's, by default the model's."""
+        super().__init__()
+        self.weight = weights.read(name, torch.float32)
+        self.dtype = weights.dtype if dtype is None else dtype
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the norm of float32 `hidden`."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps).to(self.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary positions in the half-split layout: dimension i turns together with i + head_dim / 2.
+
+    The angles are computed from the positions of each batch, in float32, once for all layers. There
+    is no table, so a long context costs no memory.
+    """
+
+    def __init__(
+        self, theta: float, head_dim: int, scaling: RopeScaling | None, device: torch.device
+    ) -> None:
+        """Compute the frequencies of `theta` under `scaling`."""
+        super().__init__()
+        frequencies = inverse_frequencies(theta, head_dim, scaling)
+        self._frequencies = torch.from_numpy(frequencies).to(device)
+        self._magnitude = 1.0 if scaling is None else scaling.attention_factor
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, float32 `[num_tokens, 1, head_dim / 2]`, of int32 positions."""
+        angles = torch.outer(positions.float(), self._frequencies).unsqueeze(1)
+        cosine, sine = angles.cos(), angles.sin()
+        if self._magnitude != 1.0:
+            cosine.mul_(self._magnitude)
+            sine.mul_(self._magnitude)
+        return cosine, sine
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn float32 `[num_tokens, num_heads, head_dim]` by the angles of `RotaryEmbedding`."""
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    torch.mul(first, cosine, out=out[..., :half]).addcmul_(second, sine, value=-1.0)
+    torch.mul(second, cosine, out=out[..., half:]).addcmul_(first, sine)
+    return out
+
+
+def native_bfloat16() -> bool:
+    """Say whether this CPU multiplies bfloat16 in hardware."""
+    # Through the module's name because torch gives this function no type.
+    capabilities: dict[str, Any] = importlib.import_module("torch.cpu").get_capabilities()
+    return any(capabilities.get(name) is True for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _packed(weight: Tensor) -> Tensor | None:
+    """Return `weight` in oneDNN's layout, or None where torch or the CPU cannot use it."""
+    usable = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bfloat16())
+    if weight.device.type != "cpu" or not usable or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None  # a torch build without this operator
+    return packed
+
+
+def _packed_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return out
+
+
+def _packed_sum(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, residual, weight, bias, "add")
+    return out

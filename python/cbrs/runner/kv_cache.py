@@ -1,0 +1,112 @@
+"""The KV cache: one key and one value tensor a layer, cut into blocks of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+DEFAULT_MEMORY_FRACTION = 0.25
+DEFAULT_MAX_BYTES = 4 * 1024**3
+
+
+class KVCache:
+    """Key and value tensors `[num_blocks, num_kv_heads, block_size, head_dim]` of every layer.
+
+    `keys[layer]` and `values[layer]` are contiguous. Slot `s` of the scheduler is block
+    `s // block_size`, token `s % block_size`. `poison=True` fills every slot with NaN, so that a read
+    of a slot that was never written shows up; `fill` does the same for chosen blocks later.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        poison: bool = False,
+    ) -> None:
+        """Allocate the tensors; on the CPU, memory is taken from the system when it is first written."""
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        if poison:
+            self.fill(float("nan"))
+
+    def fill(self, number: float, blocks: slice = slice(None)) -> None:
+        """Overwrite every slot of `blocks` with one number; for tests."""
+        for tensor in (*self.keys, *self.values):
+            tensor[blocks].fill_(number)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers together."""
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+
+def bytes_per_block(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes that one block takes over all layers, keys and values together."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def default_num_blocks(block_bytes: int, device: torch.device | str = "cpu") -> int:
+    """Return how many blocks fit 25 % of the device's free memory, at most 4 GiB; at least 1."""
+    budget = min(int(free_memory(device) * DEFAULT_MEMORY_FRACTION), DEFAULT_MAX_BYTES)
+    return max(1, budget // block_bytes)
+
+
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Return the bytes that can still be allocated on `device`.
+
+    For the CPU this is what the system calls available, or less if a control group (a container)
+    allows less.
+    """
+    target = torch.device(device)
+    if target.type == "cuda":
+        return torch.cuda.mem_get_info(target)[0]
+    return min(_available_memory(), _control_group_headroom())
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise RuntimeError("/proc/meminfo does not tell MemAvailable; set num_blocks")
+
+
+def _control_group_headroom() -> int:
+    root = Path("/sys/fs/cgroup")
+    places = (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    )
+    for limit_file, usage_file in places:
+        try:
+            limit, usage = limit_file.read_text().strip(), usage_file.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            return max(0, int(limit) - int(usage))
+    return 2**63 - 1

@@ -1,0 +1,91 @@
+"""Runs a loaded model on the scheduler's batches.
+
+What the device receives is the batch's flat arrays, as tensors that share their memory; the work
+per step in Python does not depend on the number of sequences.
+"""
+
+import os
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cbrs.loading import LoadedModel
+from cbrs.models.null import NullModel, NullRunner
+from cbrs.runner.attention import AttentionBackend, AttentionMetadata, make_backend
+from cbrs.runner.kv_cache import KVCache
+from cbrs.runner.sampler import Sampler
+
+
+class Runner(Protocol):
+    """Computes the logits of a batch."""
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return float32 logits `[num_logits, vocab_size]`, one row per entry of `logits_index`."""
+
+
+class TokenSampler(Protocol):
+    """Picks one token per sample."""
+
+    def sample(
+        self, logits: Tensor, batch: Any
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
+        """Return int32 tokens `[num_samples]` and uint8 marks of unusable rows, if there are."""
+
+
+class ModelRunner:
+    """A model, its KV cache and its attention back end."""
+
+    def __init__(self, loaded: LoadedModel, kv_cache: KVCache, attention: AttentionBackend) -> None:
+        """Run `loaded` with keys and values in `kv_cache`, which `attention` reads and writes."""
+        self.kv_cache = kv_cache
+        self._module = loaded.module
+        self._device = loaded.device
+        self._attention = attention
+
+    @torch.inference_mode()
+    def forward(self, batch: Any) -> Tensor:
+        """Return float32 logits `[num_logits, vocab_size]`; keys and values go to their slots."""
+        self._attention.begin_step(AttentionMetadata.from_batch(batch))
+        logits: Tensor = self._module(
+            self._tensor(batch.token_ids),
+            self._tensor(batch.positions),
+            self._tensor(batch.logits_index),
+            self._attention,
+        )
+        return logits
+
+    def _tensor(self, array: npt.NDArray[np.int32]) -> Tensor:
+        # torch warns about a read-only array, and the scheduler may lend such views.
+        return torch.from_numpy(array if array.flags.writeable else array.copy()).to(self._device)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_threads: int | None = None,
+) -> tuple[Runner, TokenSampler]:
+    """Return runner and sampler of a model, with a KV cache of `num_blocks` blocks.
+
+    `num_threads` is for the attention kernels; None is one per core that this process may use.
+    """
+    if isinstance(loaded.module, NullModel):
+        null = NullRunner(loaded.module)
+        return null, null
+    config = loaded.config
+    kv_cache = KVCache(
+        config.num_layers,
+        num_blocks,
+        block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        loaded.dtype,
+        loaded.device,
+    )
+    threads = num_threads or len(os.sched_getaffinity(0))
+    attention = make_backend(config, kv_cache, loaded.device, threads, config.sliding_window)
+    return ModelRunner(loaded, kv_cache, attention), Sampler(loaded.vocab_size)

@@ -1,0 +1,103 @@
+"""Tensors of a checkpoint file, checked against what a model expects and read one at a time.
+
+All names and shapes are compared before the first tensor is read, so a checkpoint that does not fit
+is refused at once and no half-built model is left behind.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cbrs.models.fields import load_error
+
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""Older checkpoints store the rotary frequencies, which follow from the config."""
+
+
+class TensorFile(Protocol):
+    """A GGUF file or a safetensors checkpoint, as `cbrs._core` opens it."""
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of all tensors."""
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape, `(out_features, in_features)` for a matrix."""
+
+    def tensor(self, name: str, dtype: str) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+        """Return the values as float32, or as the bits of bfloat16 in uint16."""
+
+
+class CheckpointWeights:
+    """Reads tensors by Hugging Face name, converted to the type that the model runs in."""
+
+    def __init__(
+        self,
+        source: TensorFile,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: bool = True,
+    ) -> None:
+        """Read from `source`, which was opened at `path`; `pack` as in `models.layers.Weights`."""
+        self.dtype = dtype
+        self.device = device
+        self.pack = pack
+        self._source = source
+        self._path = path
+        self._names: dict[str, str] = {}
+
+    def check(
+        self,
+        expected: Iterable[tuple[str, str, tuple[int, ...]]],
+        optional: Iterable[str] = (),
+    ) -> None:
+        """Compare all tensors with `expected`: (name, name in the file, shape).
+
+        A missing tensor, a wrong shape and a tensor that is neither expected nor in `optional`
+        raise `ModelLoadError`.
+        """
+        present = set(self._source.tensor_names)
+        self._names = {}
+        for name, stored, shape in expected:
+            if stored not in present:
+                raise load_error(self._path, stored, "missing tensor")
+            found = tuple(self._source.tensor_shape(stored))
+            if found != shape:
+                raise load_error(
+                    self._path, stored, f"shape {list(found)}, but the config asks {list(shape)}"
+                )
+            self._names[name] = stored
+        known = {*self._names.values(), *optional}
+        for stored in _unknown(present, known):
+            raise load_error(self._path, stored, "unknown tensor; this model has no place for it")
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
+        wanted = self.dtype if dtype is None else dtype
+        bits = wanted == torch.bfloat16
+        values = self._source.tensor(self._names[name], "bfloat16" if bits else "float32")
+        if not values.flags.writeable:
+            values = values.copy()  # torch takes no read-only memory
+        tensor = torch.from_numpy(values)
+        if bits:
+            tensor = tensor.view(torch.bfloat16)
+        return tensor.to(device=self.device, dtype=wanted)
+
+    def require_equal(self, name: str, stored: str) -> None:
+        """Refuse a checkpoint whose tensor `stored` is not bit for bit the tensor `name`."""
+        other = self._source.tensor(stored, "float32")
+        if not np.array_equal(self._source.tensor(self._names[name], "float32"), other):
+            raise load_error(
+                self._path, stored, f"differs from {name}, although the config ties the two"
+            )
+
+
+def _unknown(present: set[str], known: set[str]) -> Iterator[str]:
+    return (name for name in sorted(present - known) if not name.endswith(_IGNORED_SUFFIX))

@@ -1,0 +1,128 @@
+//! `AdmissionGate`: how much may wait. The only mutable state that submitting threads share besides queue and slots.
+//!
+//! ```text
+//! queued  u64   requests << 39 | prompt tokens
+//! ```
+//!
+//! Both counts share one word, so a reservation is one compare-exchange: it takes a request and its tokens, or nothing.
+//! There is no moment at which one bound holds and the other does not, no half reservation to take back, and no refusal
+//! because of another reservation that fails later.
+//!
+//! Invariants: neither count exceeds its bound at any moment; the counts are what was reserved and not yet released.
+//!
+//! A reservation also guarantees room in a `RequestQueue` of `max_requests` slots, if reservations are released by the
+//! consumer after the pop: at most `max_requests - 1` others are ahead, so the slot that comes next was freed by the pop
+//! of a request whose release (or that of a later one) this reservation has seen.
+
+use crate::error::{Error, Result};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Low bits of the word that count prompt tokens; half a tera-token is 2 TiB of prompts.
+const TOKEN_BITS: u32 = 39;
+/// Most prompt tokens that the word can count: the bound when none was asked for.
+const MAX_TOKENS: u64 = (1 << TOKEN_BITS) - 1;
+/// Most requests that the word can count.
+const MAX_REQUESTS: u64 = (1 << (u64::BITS - TOKEN_BITS)) - 1;
+
+/// Bounds on waiting requests and their prompt tokens.
+///
+/// ```
+/// let gate = cbrs_core::admission::AdmissionGate::new(2, Some(100));
+/// assert!(gate.reserve(80).is_ok());
+/// assert!(gate.reserve(21).is_err());
+/// gate.release(80);
+/// assert_eq!((gate.queued_requests(), gate.queued_tokens()), (0, 0));
+/// ```
+#[derive(Debug)]
+pub struct AdmissionGate {
+    queued: AtomicU64,
+    max_requests: usize,
+    max_tokens: u64,
+}
+
+impl AdmissionGate {
+    /// A gate with nothing reserved. Without `max_tokens`, only the word's own limit of 2^39 - 1 tokens holds.
+    ///
+    /// # Panics
+    /// If `max_requests` is above 2^25 - 1.
+    pub fn new(max_requests: usize, max_tokens: Option<u64>) -> Self {
+        let limit = MAX_REQUESTS as usize;
+        assert!(
+            max_requests <= limit,
+            "a bound of {max_requests} waiting requests, but at most {limit} can be counted"
+        );
+        let max_tokens = max_tokens.unwrap_or(MAX_TOKENS).min(MAX_TOKENS);
+        Self { queued: AtomicU64::new(0), max_requests, max_tokens }
+    }
+
+    /// Reserves room for one request of `num_tokens` prompt tokens, or nothing.
+    ///
+    /// # Errors
+    /// `QueueFull`, `QueuedTokensFull`.
+    pub fn reserve(&self, num_tokens: u64) -> Result<()> {
+        // Relaxed: the exchange checks the value again, and a refusal needs no more than a value that was there.
+        let mut queued = self.queued.load(Ordering::Relaxed);
+        loop {
+            if requests(queued) >= self.max_requests {
+                return Err(Error::QueueFull { limit: self.max_requests });
+            }
+            let queued_tokens = tokens(queued);
+            if num_tokens > self.max_tokens - queued_tokens {
+                return Err(Error::QueuedTokensFull {
+                    queued: queued_tokens,
+                    requested: num_tokens,
+                    limit: self.max_tokens,
+                });
+            }
+            // Acquire: pairs with the Release of every `release` before it (the word is changed by exchanges only, which
+            // continue each one's release sequence), so that the room which those made in the queue is seen.
+            match self.queued.compare_exchange_weak(
+                queued,
+                queued + share(num_tokens),
+                Ordering::Acquire,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Ok(()),
+                Err(current) => queued = current,
+            }
+        }
+    }
+
+    /// Gives back the reservation of one request of `num_tokens` prompt tokens.
+    ///
+    /// # Panics
+    /// If no such reservation can exist: more is given back than is reserved.
+    pub fn release(&self, num_tokens: u64) {
+        // Release: what the caller did with the queue before is seen by the next `reserve` that gets this room.
+        let queued = self.queued.fetch_sub(share(num_tokens), Ordering::Release);
+        assert!(
+            requests(queued) >= 1 && tokens(queued) >= num_tokens,
+            "1 request of {num_tokens} tokens was given back, but {} requests of {} tokens were reserved",
+            requests(queued),
+            tokens(queued),
+        );
+    }
+
+    /// Requests reserved now.
+    pub fn queued_requests(&self) -> usize {
+        requests(self.queued.load(Ordering::Relaxed))
+    }
+
+    /// Prompt tokens reserved now.
+    pub fn queued_tokens(&self) -> u64 {
+        tokens(self.queued.load(Ordering::Relaxed))
+    }
+}
+
+/// What one request of `num_tokens` tokens adds to the word.
+fn share(num_tokens: u64) -> u64 {
+    (1 << TOKEN_BITS) + num_tokens
+}
+
+fn requests(queued: u64) -> usize {
+    (queued >> TOKEN_BITS) as usize
+}
+
+fn tokens(queued: u64) -> u64 {
+    queued & MAX_TOKENS
+}

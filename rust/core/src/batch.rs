@@ -1,0 +1,262 @@
+//! One iteration's flat arrays: what to run (`Batch`), what came of it (`StepResult`), what to tell users (`StepOutput`).
+//!
+//! Owned by the scheduler, overwritten in place. Buffers have their full capacity from the start and are never
+//! reallocated, so a view of them stays a view of live memory as long as the scheduler lives.
+
+use std::sync::Arc;
+
+use crate::request::{FinishReason, RequestId};
+
+/// What runs in one step. `T` tokens, `S` sequences, `R` samples; names and dtypes are the array contract.
+///
+/// Sequences with exactly one query token come first (`num_decodes` of them), so that a runner splits the batch with
+/// one number; the order says nothing about priority.
+#[derive(Debug, Default)]
+pub struct Batch {
+    /// Number of this step; 0 before the first.
+    pub step_id: u64,
+    /// Leading sequences with exactly one query token.
+    pub num_decodes: usize,
+    /// Most query tokens of one sequence.
+    pub max_query_len: usize,
+    /// Longest context after this step.
+    pub max_seq_len: usize,
+    /// `[T]` tokens to run.
+    pub token_ids: Vec<i32>,
+    /// `[T]` position of each token in its sequence.
+    pub positions: Vec<i32>,
+    /// `[T]` where K and V go: `block * block_size + offset`.
+    pub slot_mapping: Vec<i64>,
+    /// `[S+1]` prefix sums of query tokens per sequence.
+    pub query_start: Vec<i32>,
+    /// `[S]` context length after this step.
+    pub seq_lens: Vec<i32>,
+    /// `[S]` persistent row of each sequence.
+    pub row_ids: Vec<i32>,
+    /// `[S]` request of each sequence.
+    pub request_ids: Vec<u64>,
+    /// `[S]` choice of each sequence within its request.
+    pub choice_ids: Vec<i32>,
+    /// `[L]` indices into `T` whose logits are needed.
+    pub logits_index: Vec<i32>,
+    /// `[R]` indices into `logits_index` that are sampled.
+    pub sample_index: Vec<i32>,
+    /// `[R]` row of each sample.
+    pub sample_rows: Vec<i32>,
+    /// `[R]` index of the output token to be sampled, 0 for the first: the counter of its random number.
+    pub sample_positions: Vec<i32>,
+    /// Rows that were given to a sequence by this plan.
+    pub new_rows: Vec<i32>,
+    /// Rows that lost their sequence since the last plan.
+    pub freed_rows: Vec<i32>,
+    /// What changed in `block_tables` since the last plan.
+    pub block_table_updates: BlockTableUpdates,
+}
+
+impl Batch {
+    /// A batch whose arrays never grow past these limits.
+    pub(crate) fn with_capacity(max_num_seqs: usize, max_num_tokens: usize) -> Self {
+        let samples = max_num_seqs.min(max_num_tokens);
+        Self {
+            token_ids: Vec::with_capacity(max_num_tokens),
+            positions: Vec::with_capacity(max_num_tokens),
+            slot_mapping: Vec::with_capacity(max_num_tokens),
+            query_start: Vec::with_capacity(samples + 1),
+            seq_lens: Vec::with_capacity(samples),
+            row_ids: Vec::with_capacity(samples),
+            request_ids: Vec::with_capacity(samples),
+            choice_ids: Vec::with_capacity(samples),
+            logits_index: Vec::with_capacity(samples),
+            sample_index: Vec::with_capacity(samples),
+            sample_rows: Vec::with_capacity(samples),
+            sample_positions: Vec::with_capacity(samples),
+            new_rows: Vec::with_capacity(max_num_seqs),
+            freed_rows: Vec::with_capacity(max_num_seqs),
+            ..Self::default()
+        }
+    }
+
+    /// Sequences in this batch.
+    pub fn num_seqs(&self) -> usize {
+        self.row_ids.len()
+    }
+
+    /// Query tokens in this batch.
+    pub fn num_tokens(&self) -> usize {
+        self.token_ids.len()
+    }
+
+    /// Tokens that the result of this batch must hold.
+    pub fn num_samples(&self) -> usize {
+        self.sample_index.len()
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.num_decodes = 0;
+        self.max_query_len = 0;
+        self.max_seq_len = 0;
+        self.token_ids.clear();
+        self.positions.clear();
+        self.slot_mapping.clear();
+        self.query_start.clear();
+        self.query_start.push(0);
+        self.seq_lens.clear();
+        self.row_ids.clear();
+        self.request_ids.clear();
+        self.choice_ids.clear();
+        self.logits_index.clear();
+        self.sample_index.clear();
+        self.sample_rows.clear();
+        self.sample_positions.clear();
+        self.new_rows.clear();
+        self.freed_rows.clear();
+        self.block_table_updates.clear();
+    }
+}
+
+/// What changed in the block tables: run `i` writes `ids[start[i]..start[i + 1]]` to `rows[i]` from `first_columns[i]`.
+#[derive(Debug, Default)]
+pub struct BlockTableUpdates {
+    /// `[U]` row of each run.
+    pub rows: Vec<i32>,
+    /// `[U]` first column of each run.
+    pub first_columns: Vec<i32>,
+    /// `[U+1]` prefix sums of run lengths.
+    pub start: Vec<i32>,
+    /// Block ids of all runs.
+    pub ids: Vec<i32>,
+}
+
+impl BlockTableUpdates {
+    pub(crate) fn new() -> Self {
+        Self { start: vec![0], ..Self::default() }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.rows.clear();
+        self.first_columns.clear();
+        self.start.clear();
+        self.start.push(0);
+        self.ids.clear();
+    }
+
+    pub(crate) fn push(&mut self, row: u32, first_column: usize, ids: &[i32]) {
+        if ids.is_empty() {
+            return;
+        }
+        self.rows.push(row as i32);
+        self.first_columns.push(first_column as i32);
+        self.ids.extend_from_slice(ids);
+        self.start.push(self.ids.len() as i32);
+    }
+}
+
+/// Sampled tokens of the batch in flight: one per entry of its `sample_index`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StepResult<'a> {
+    /// Step that the tokens belong to; absent = the one in flight.
+    pub step_id: Option<u64>,
+    /// `[R]` one token per sample.
+    pub token_ids: &'a [i32],
+    /// `[R+1]` prefix sums of tokens per sample; absent = one each, and nothing else is supported by this version.
+    pub token_start: Option<&'a [i32]>,
+    /// `[R]` nonzero = the row's logits were unusable: its request ends with an error, its neighbours go on.
+    pub row_error: Option<&'a [u8]>,
+}
+
+/// What one `step` has to tell: tokens and ends of the commit, cancels, and first admissions of the plan.
+///
+/// Events are in the order of the batch; each choice has exactly one event with a finish reason.
+#[derive(Debug, Clone, Default)]
+pub struct StepOutput {
+    /// Step whose plan this call made.
+    pub step_id: u64,
+    /// Time of the call on the scheduler's clock.
+    pub time_ns: u64,
+    /// `[E]` request of each event.
+    pub request_ids: Vec<u64>,
+    /// `[E]` choice of each event.
+    pub choice_ids: Vec<i32>,
+    /// `[E]` new token; -1 = the event brings none.
+    pub token_ids: Vec<i32>,
+    /// `[E]` code of `FinishReason`; 0 = the choice goes on.
+    pub finish_reasons: Vec<u8>,
+    /// `[E]` stop token id that ended the choice; -1 = none (EOS, stop string, other ends).
+    pub stop_ids: Vec<i32>,
+    /// Stop string (finish reason `stop`) or message (finish reason `error`) by index of the event; sparse.
+    pub details: Vec<(u32, Arc<str>)>,
+    /// `[A]` requests that were admitted for the first time by this plan.
+    pub started_request_ids: Vec<u64>,
+    /// `[A]` prompt tokens that each of them found in the prefix cache.
+    pub started_num_cached_tokens: Vec<i32>,
+}
+
+impl StepOutput {
+    /// Arrays that never grow past these limits.
+    pub(crate) fn with_capacity(max_events: usize, max_started: usize) -> Self {
+        Self {
+            request_ids: Vec::with_capacity(max_events),
+            choice_ids: Vec::with_capacity(max_events),
+            token_ids: Vec::with_capacity(max_events),
+            finish_reasons: Vec::with_capacity(max_events),
+            stop_ids: Vec::with_capacity(max_events),
+            started_request_ids: Vec::with_capacity(max_started),
+            started_num_cached_tokens: Vec::with_capacity(max_started),
+            ..Self::default()
+        }
+    }
+
+    /// Number of events.
+    pub fn len(&self) -> usize {
+        self.request_ids.len()
+    }
+
+    /// Whether there is neither an event nor an admission.
+    pub fn is_empty(&self) -> bool {
+        self.request_ids.is_empty() && self.started_request_ids.is_empty()
+    }
+
+    /// The stop string or error message of event `index`, if it has one.
+    pub fn detail(&self, index: usize) -> Option<&Arc<str>> {
+        let found = self.details.binary_search_by_key(&(index as u32), |(event, _)| *event).ok()?;
+        Some(&self.details[found].1)
+    }
+
+    /// Empties all arrays and keeps their memory.
+    pub fn clear(&mut self) {
+        self.request_ids.clear();
+        self.choice_ids.clear();
+        self.token_ids.clear();
+        self.finish_reasons.clear();
+        self.stop_ids.clear();
+        self.details.clear();
+        self.started_request_ids.clear();
+        self.started_num_cached_tokens.clear();
+    }
+
+    pub(crate) fn push_token(&mut self, request: RequestId, token: i32, finish: Option<FinishReason>, stop_id: i32) {
+        self.push(request, token, finish, stop_id);
+    }
+
+    pub(crate) fn push_end(&mut self, request: RequestId, finish: FinishReason, detail: Option<Arc<str>>) {
+        if let Some(text) = detail {
+            self.details.push((self.request_ids.len() as u32, text));
+        }
+        self.push(request, -1, Some(finish), -1);
+    }
+
+    fn push(&mut self, request: RequestId, token: i32, finish: Option<FinishReason>, stop_id: i32) {
+        self.request_ids.push(request.as_u64());
+        self.choice_ids.push(0);
+        self.token_ids.push(token);
+        self.finish_reasons.push(finish.map_or(0, |reason| reason as u8));
+        self.stop_ids.push(stop_id);
+    }
+}
+
+/// Where each `StepOutput` goes besides the caller of `step`, e.g. the ring of the text consumer.
+pub trait OutputSink: Send {
+    /// Takes what one step has to tell; called on the engine thread, once per step, only if there is something.
+    /// Must not block: copy and wake.
+    fn publish(&mut self, output: &StepOutput);
+}

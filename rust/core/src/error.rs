@@ -1,0 +1,195 @@
+//! Every way the core (and the text layer above it) can refuse.
+//!
+//! Variants are facts with fields; the message gives the numbers and the limit. Running out of blocks is
+//! not an error but a scheduling outcome, and a broken invariant is a panic.
+
+use thiserror::Error;
+
+/// Result of a fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A refusal: what was wrong, the limit, and what to do about it.
+#[derive(Debug, Clone, PartialEq, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A field of `SchedulerConfig` is out of range.
+    #[error("{field} is {value}, but must be {expected}")]
+    InvalidConfig {
+        /// Name of the field.
+        field: &'static str,
+        /// The value given.
+        value: i64,
+        /// The values that are allowed.
+        expected: &'static str,
+    },
+    /// `policy` names no built-in policy.
+    #[error("unknown policy {name:?}; choose \"fcfs\" or \"static\"")]
+    UnknownPolicy {
+        /// The name given.
+        name: String,
+    },
+    /// A prompt without tokens.
+    #[error("the prompt is empty; give at least one token")]
+    EmptyPrompt,
+    /// A token id outside the vocabulary.
+    #[error("{field}[{position}] is {token}, but token ids must be in 0..{vocab_size}")]
+    TokenOutOfVocabulary {
+        /// Which list of ids.
+        field: &'static str,
+        /// Index in that list.
+        position: usize,
+        /// The offending id.
+        token: i64,
+        /// Number of valid ids (2^31 when the configuration names no vocabulary).
+        vocab_size: i64,
+    },
+    /// A request parameter is out of range or not finite.
+    #[error("{name} is {value}, but must be {expected}")]
+    InvalidParameter {
+        /// Name of the parameter.
+        name: &'static str,
+        /// The value given.
+        value: f64,
+        /// The values that are allowed.
+        expected: &'static str,
+    },
+    /// A text parameter (a stop string, a tenant, a cache salt) has an unusable length.
+    #[error("{name} is {len} {unit} long, but must be {expected}")]
+    InvalidLength {
+        /// Name of the parameter.
+        name: &'static str,
+        /// Its length.
+        len: usize,
+        /// What the length counts.
+        unit: &'static str,
+        /// The lengths that are allowed.
+        expected: &'static str,
+    },
+    /// A list parameter has too many entries.
+    #[error("{name} has {len} entries, but at most {limit} are allowed")]
+    TooManyEntries {
+        /// Name of the parameter.
+        name: &'static str,
+        /// Number of entries given.
+        len: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// A parameter that this version does not implement was given a value.
+    #[error("{name} is not supported by this version; leave it unset")]
+    Unsupported {
+        /// Name of the parameter.
+        name: &'static str,
+    },
+    /// Prompt plus output cannot fit the context or the block pool.
+    #[error(
+        "the prompt has {num_prompt_tokens} tokens and {max_tokens} more were asked for, but max_model_len is \
+         {max_model_len}; shorten the prompt or lower max_tokens"
+    )]
+    PromptTooLong {
+        /// Length of the prompt.
+        num_prompt_tokens: usize,
+        /// Output tokens asked for (1 when `max_tokens` was absent).
+        max_tokens: u64,
+        /// The effective limit on prompt plus output.
+        max_model_len: usize,
+    },
+    /// The bound on waiting requests is reached.
+    #[error("the queue is full: {limit} requests are waiting (queue_capacity); try again later")]
+    QueueFull {
+        /// The bound.
+        limit: usize,
+    },
+    /// The bound on waiting prompt tokens is reached.
+    #[error(
+        "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but \
+         max_queued_tokens is {limit}; try again later"
+    )]
+    QueuedTokensFull {
+        /// Prompt tokens waiting now.
+        queued: u64,
+        /// Prompt tokens of the refused request.
+        requested: u64,
+        /// The bound.
+        limit: u64,
+    },
+    /// The scheduler was closed.
+    #[error("the engine is closed; create a new one")]
+    Closed,
+    /// A result or failure names another step than the one that is in flight.
+    #[error("the result is for step {got}, but the batch in flight is step {expected}")]
+    WrongStep {
+        /// Step in flight.
+        expected: u64,
+        /// Step named by the caller.
+        got: u64,
+    },
+    /// A result or failure came while no batch was in flight.
+    #[error("a result for step {got} was given, but no batch is in flight")]
+    NoBatchInFlight {
+        /// Step named by the caller.
+        got: u64,
+    },
+    /// A batch with samples was in flight, and `step` was called without its result.
+    #[error("step {step_id} needs {num_samples} sampled tokens; pass them to step() or call fail()")]
+    MissingResult {
+        /// Step in flight.
+        step_id: u64,
+        /// Length of its `sample_index`.
+        num_samples: usize,
+    },
+    /// An array of the result has the wrong length.
+    #[error("{field} has {got} entries, but step {step_id} needs {expected}")]
+    ResultLength {
+        /// Name of the array.
+        field: &'static str,
+        /// Step in flight.
+        step_id: u64,
+        /// Entries needed.
+        expected: usize,
+        /// Entries given.
+        got: usize,
+    },
+    /// A sampled token is outside the vocabulary.
+    #[error(
+        "token_ids[{position}] of the result of step {step_id} is {token}, but token ids must be in 0..{vocab_size}"
+    )]
+    ResultToken {
+        /// Step in flight.
+        step_id: u64,
+        /// Index in the array.
+        position: usize,
+        /// The offending id.
+        token: i64,
+        /// Number of valid ids (2^31 when the configuration names no vocabulary).
+        vocab_size: i64,
+    },
+    /// `token_start` of a result is not one token per sample.
+    #[error("token_start[{position}] is {got}, but must be {expected}: one token per sample")]
+    ResultTokenStart {
+        /// Index in the array.
+        position: usize,
+        /// The value needed.
+        expected: i32,
+        /// The value given.
+        got: i32,
+    },
+    /// A block was released that nobody holds; nothing changed.
+    #[error("block {block} was released, but has no holder")]
+    BlockNotHeld {
+        /// The block.
+        block: u32,
+    },
+    /// The tokenizer could not be built or could not encode.
+    #[error("tokenizer: {message}")]
+    Tokenizer {
+        /// What the tokenizer said.
+        message: String,
+    },
+    /// The chat template is absent, malformed, or refused the messages.
+    #[error("chat template: {message}")]
+    ChatTemplate {
+        /// What was wrong.
+        message: String,
+    },
+}

@@ -1,0 +1,42 @@
+//! cbrs-core: the request queue, the token-budget scheduler and the block pool with its prefix cache.
+//!
+//! Knows neither Python nor tensors nor text, has no async runtime, and reads no clock: time is passed in.
+//!
+//! # One request's way
+//!
+//! 1. [`Submitter::submit`] (any thread): [`RequestSpec`] is checked, its prompt blocks are hashed, `AdmissionGate` reserves room,
+//!    `SlotTable` gives it a [`RequestId`], and `RequestQueue` takes it (`submit.rs`, `admission.rs`, `slots.rs`, `queue.rs`).
+//! 2. [`Scheduler::step`] (engine thread): drains the queue and the control stack (`scheduler/control.rs`), commits the result of the last
+//!    batch (`scheduler/commit.rs`), plans the next one (`scheduler/plan.rs`, `admit.rs`, `preempt.rs`) and fills a [`Batch`] (`batch.rs`).
+//! 3. The caller runs the model on the batch's arrays and passes one token per sample to the next `step`.
+//! 4. [`StepOutput`] tells what happened, in flat arrays; an [`OutputSink`] gets the same.
+//!
+//! Blocks belong to [`block::BlockPool`]; what a block contains, so that another request can use it, to `block/prefix.rs`.
+//!
+//! # Invariants
+//!
+//! Each module states its own, numbered. [`Scheduler::check_invariants`] is the same as code, and tests call it after every operation.
+
+pub mod admission;
+pub mod batch;
+pub mod block;
+pub mod config;
+pub mod control;
+pub mod error;
+mod hash;
+pub mod queue;
+pub mod request;
+mod scheduler;
+pub mod slots;
+pub mod stats;
+mod submit;
+mod sync;
+pub mod waker;
+
+pub use batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
+pub use config::{Policy, SchedulerConfig};
+pub use error::{Error, Result};
+pub use request::{FinishReason, RequestId, RequestSpec, SamplingSpec};
+pub use scheduler::{SamplingRows, Scheduler};
+pub use stats::Stats;
+pub use submit::Submitter;

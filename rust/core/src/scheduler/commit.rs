@@ -1,0 +1,187 @@
+//! Commit: what the batch in flight computed becomes known — tokens, ends, published blocks.
+
+use std::sync::Arc;
+
+use super::{Planned, Scheduler};
+use crate::batch::StepResult;
+use crate::block::{Parent, Published};
+use crate::error::{Error, Result};
+use crate::request::{FinishReason, RequestId};
+
+impl Scheduler {
+    pub(super) fn check_step_id(&self, got: u64) -> Result<()> {
+        if !self.in_flight {
+            return Err(Error::NoBatchInFlight { got });
+        }
+        let expected = self.step_id;
+        if got == expected { Ok(()) } else { Err(Error::WrongStep { expected, got }) }
+    }
+
+    /// Checks a whole result before anything of it is used.
+    pub(super) fn check_result(&self, result: Option<&StepResult<'_>>) -> Result<()> {
+        let step_id = self.step_id;
+        let expected = if self.in_flight { self.batch().num_samples() } else { 0 };
+        let Some(result) = result else {
+            return if expected == 0 { Ok(()) } else { Err(Error::MissingResult { step_id, num_samples: expected }) };
+        };
+        if let Some(got) = result.step_id {
+            self.check_step_id(got)?;
+        }
+        if !self.in_flight && !result.token_ids.is_empty() {
+            return Err(Error::NoBatchInFlight { got: step_id });
+        }
+        let check_len = |field, got, expected| {
+            if got == expected { Ok(()) } else { Err(Error::ResultLength { field, step_id, expected, got }) }
+        };
+        check_len("token_ids", result.token_ids.len(), expected)?;
+        if let Some(row_error) = result.row_error {
+            check_len("row_error", row_error.len(), expected)?;
+        }
+        if let Some(token_start) = result.token_start {
+            check_len("token_start", token_start.len(), expected + 1)?;
+            let wrong = token_start.iter().enumerate().find(|&(position, &got)| got != position as i32);
+            if let Some((position, &got)) = wrong {
+                return Err(Error::ResultTokenStart { position, expected: position as i32, got });
+            }
+        }
+        self.check_tokens(result)
+    }
+
+    fn check_tokens(&self, result: &StepResult<'_>) -> Result<()> {
+        let vocab_size = self.config.vocab_size.map_or(1 << 31, i64::from);
+        let failed = |position: usize| result.row_error.is_some_and(|row_error| row_error[position] != 0);
+        let is_valid = |token: i32| i64::from(token as u32) < vocab_size;
+        // The common case is one pass without branches; which token is wrong matters only if one is.
+        if result.token_ids.iter().fold(true, |valid, &token| valid & is_valid(token)) {
+            return Ok(());
+        }
+        let wrong =
+            result.token_ids.iter().enumerate().find(|&(position, &token)| !is_valid(token) && !failed(position));
+        match wrong {
+            Some((position, &token)) => {
+                let (step_id, token) = (self.step_id, i64::from(token));
+                Err(Error::ResultToken { step_id, position, token, vocab_size })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Commits the batch in flight with its (checked) result.
+    pub(super) fn commit(&mut self, result: Option<&StepResult<'_>>) {
+        if !std::mem::take(&mut self.in_flight) {
+            return;
+        }
+        let result = result.copied().unwrap_or_default();
+        let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
+        let mut sample = 0;
+        for &planned in decodes.iter().chain(&chunks) {
+            // A sample belongs to a sequence even if the sequence has ended meanwhile.
+            let token = planned.is_sampled.then(|| Sample {
+                token: result.token_ids[sample],
+                is_error: result.row_error.is_some_and(|row_error| row_error[sample] != 0),
+            });
+            sample += usize::from(planned.is_sampled);
+            if self.rows.get(planned.row).request == Some(planned.request) {
+                self.commit_sequence(planned, token);
+            }
+        }
+        (self.decodes, self.chunks) = (decodes, chunks);
+        self.close_gaps();
+    }
+
+    fn commit_sequence(&mut self, planned: Planned, sample: Option<Sample>) {
+        let id = planned.request;
+        let row = self.rows.get_mut(planned.row);
+        row.is_planned = false;
+        row.num_computed_tokens += planned.num_tokens;
+        if sample.is_some_and(|sample| sample.is_error) {
+            let message = Arc::from("the model gave no usable logits (NaN) for this sequence");
+            self.end_request(id, FinishReason::Error, Some(message));
+            return;
+        }
+        self.publish_blocks(planned.row, id);
+        if let Some(sample) = sample {
+            self.append_token(planned.row, id, sample.token);
+        }
+    }
+
+    /// Publishes the blocks that the step filled; a block that duplicates a published one is exchanged for it, because
+    /// what is published below it must have a published parent.
+    fn publish_blocks(&mut self, row: u32, id: RequestId) {
+        let block_size = self.config.block_size;
+        let state = *self.rows.get(row);
+        if !state.may_publish {
+            return;
+        }
+        let num_full = state.num_computed_tokens / block_size as u32;
+        for column in state.num_published_blocks..num_full {
+            let request = self.requests[id.slot() as usize].as_mut().expect("a running row has a request");
+            let index = column as usize;
+            request.hash_blocks(index + 1, &self.shared.hasher, block_size);
+            let tokens = &request.tokens[index * block_size..][..block_size];
+            let parent = match column {
+                0 => Parent::Root(request.root),
+                _ => Parent::Block(self.rows.tables.get(row, column - 1)),
+            };
+            let block = self.rows.tables.get(row, column);
+            if let Published::Duplicate(other) = self.pool.publish(block, parent, request.hashes[index], tokens) {
+                self.pool.acquire(other);
+                self.pool.release(block).expect("a block in a table is held");
+                self.rows.tables.set(row, column, other);
+                self.table_updates.push(row, index, &[other.as_i32()]);
+            }
+        }
+        self.rows.get_mut(row).num_published_blocks = num_full.max(state.num_published_blocks);
+    }
+
+    fn append_token(&mut self, row: u32, id: RequestId, token: i32) {
+        let request = self.requests[id.slot() as usize].as_mut().expect("a running row has a request");
+        request.tokens.push(token);
+        self.stats.num_output_tokens += 1;
+        let is_eos = !request.ignore_eos && self.config.eos_token_ids.contains(&token);
+        let is_stop_id = !is_eos && request.stop_token_ids.contains(&token);
+        let finish = if is_eos || is_stop_id {
+            Some(FinishReason::Stop)
+        } else if request.tokens.len() as u32 >= request.max_num_tokens {
+            Some(FinishReason::Length)
+        } else {
+            None
+        };
+        self.output.push_token(id, token, finish, if is_stop_id { token } else { -1 });
+        if let Some(reason) = finish {
+            self.forget_request(id, reason);
+        } else {
+            let state = self.rows.get_mut(row);
+            state.num_tokens += 1;
+            state.last_token = token;
+        }
+    }
+
+    /// Ends everything that the batch in flight touched.
+    pub(super) fn fail_batch(&mut self, message: &str) {
+        let message: Arc<str> = Arc::from(message);
+        self.in_flight = false;
+        let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
+        for planned in decodes.iter().chain(&chunks) {
+            if self.live(planned.request).is_some() {
+                self.end_request(planned.request, FinishReason::Error, Some(Arc::clone(&message)));
+            }
+        }
+        (self.decodes, self.chunks) = (decodes, chunks);
+        self.close_gaps();
+    }
+
+    /// Takes rows that lost their sequence out of the running list.
+    pub(super) fn close_gaps(&mut self) {
+        if std::mem::take(&mut self.running_has_gaps) {
+            let rows = &self.rows;
+            self.running.retain(|&row| rows.get(row).request.is_some());
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    token: i32,
+    is_error: bool,
+}

@@ -1,0 +1,141 @@
+//! What other threads asked for: new requests, cancels, finishes, closing; and the one way in which a request ends.
+
+use std::sync::Arc;
+
+use super::{Request, Scheduler, State};
+use crate::request::{FinishReason, RequestId};
+use crate::submit::{Control, Submitted};
+
+impl Scheduler {
+    /// Takes new requests into the waiting list, then applies cancels and finishes.
+    pub(super) fn take_controls(&mut self) {
+        // Controls are taken before the queue is drained: each of them was pushed after its request, so the request is drained
+        // now, unless another producer is in the middle of a push before it. Such a control waits for the next step.
+        let mut controls = std::mem::take(&mut self.late_controls);
+        controls.extend(self.shared.controls.take_all());
+        self.drain_queue();
+        for control in controls {
+            self.apply(control);
+        }
+    }
+
+    fn drain_queue(&mut self) {
+        while let Some(submitted) = self.shared.queue.pop() {
+            self.enter(*submitted);
+        }
+    }
+
+    fn enter(&mut self, submitted: Submitted) {
+        let Submitted { id, spec, max_tokens, root_hash, hashes } = submitted;
+        let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref());
+        let arrival = self.next_arrival;
+        self.next_arrival += 1;
+        let num_prompt_tokens = spec.prompt_token_ids.len() as u32;
+        let request = Request {
+            id,
+            arrival,
+            tokens: spec.prompt_token_ids,
+            num_prompt_tokens,
+            max_num_tokens: num_prompt_tokens + max_tokens,
+            stop_token_ids: spec.stop_token_ids.into_boxed_slice(),
+            ignore_eos: spec.ignore_eos,
+            seed: spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival)),
+            sampling: spec.sampling,
+            root,
+            root_hash,
+            hashes,
+            state: State::Waiting,
+            is_started: false,
+            num_lost_tokens: 0,
+            num_deferrals: 0,
+            num_overtaken: 0,
+        };
+        self.requests[id.slot() as usize] = Some(Box::new(request));
+        self.waiting.push_back(id.slot());
+    }
+
+    fn apply(&mut self, control: Control) {
+        let id = control.request();
+        if !self.shared.slots.is_live(id) {
+            return;
+        }
+        if self.live(id).is_none() {
+            self.late_controls.push(control);
+            return;
+        }
+        match control {
+            Control::Cancel(id) => self.end_request(id, FinishReason::Cancelled, None),
+            // Every request has one choice; a finish of another one names nothing.
+            Control::Finish { choice: 1.., .. } | Control::Finish { choice: ..=-1, .. } => {}
+            Control::Finish { id, num_tokens, stop_reason, choice: 0 } => {
+                self.finish_early(id, num_tokens, stop_reason);
+            }
+        }
+    }
+
+    fn finish_early(&mut self, id: RequestId, num_tokens: u32, stop_reason: Option<Arc<str>>) {
+        let request = self.request(id.slot());
+        let num_output_tokens = request.tokens.len() as u32 - request.num_prompt_tokens;
+        self.stats.num_output_tokens -= u64::from(num_output_tokens.saturating_sub(num_tokens));
+        self.end_request(id, FinishReason::Stop, stop_reason);
+    }
+
+    /// The request with this id, if it is known here and still lives.
+    pub(super) fn live(&self, id: RequestId) -> Option<&Request> {
+        self.requests.get(id.slot() as usize)?.as_deref().filter(|request| request.id == id)
+    }
+
+    /// Ends a request with an event that brings no token.
+    pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason, detail: Option<Arc<str>>) {
+        self.output.push_end(id, reason, detail);
+        self.forget_request(id, reason);
+    }
+
+    /// Takes a request, whose terminal event is written, out of every structure.
+    pub(super) fn forget_request(&mut self, id: RequestId, reason: FinishReason) {
+        let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
+        match request.state {
+            State::Running { row } => self.release_row(row),
+            State::Waiting => {
+                self.waiting.remove(id.slot());
+                self.num_preempted_waiting -= u64::from(request.is_started);
+            }
+        }
+        if !request.is_started {
+            self.shared.gate.release(u64::from(request.num_prompt_tokens));
+        }
+        self.pool.roots().release(request.root);
+        self.shared.slots.release(id);
+        *match reason {
+            FinishReason::Stop => &mut self.stats.num_stop_requests,
+            FinishReason::Length => &mut self.stats.num_length_requests,
+            FinishReason::Cancelled => &mut self.stats.num_cancelled_requests,
+            FinishReason::Error => &mut self.stats.num_error_requests,
+        } += 1;
+    }
+
+    /// Ends every accepted request as cancelled: the scheduler was closed.
+    pub(super) fn end_all_requests(&mut self) {
+        // A producer that claimed its place before the close finishes its push within moments; its request is accepted, so it ends here.
+        while !self.shared.queue.is_empty() {
+            self.drain_queue();
+            std::thread::yield_now();
+        }
+        for slot in 0..self.requests.len() {
+            if let Some(request) = &self.requests[slot] {
+                self.end_request(request.id, FinishReason::Cancelled, None);
+            }
+        }
+        self.late_controls.clear();
+        self.in_flight = false;
+        self.is_finished = true;
+    }
+}
+
+/// Seed of a request that has none: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) of the scheduler's seed at the request's place.
+fn derive_seed(seed: u64, arrival: u64) -> u64 {
+    let mut z = seed.wrapping_add((arrival + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}

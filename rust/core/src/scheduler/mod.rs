@@ -1,0 +1,348 @@
+//! Scheduler: decides once per iteration which tokens of which requests run together.
+//!
+//! `step` reads as: take what other threads asked for, commit the last batch, plan the next.
+//!
+//! 1. A sequence is known by `num_tokens` and `num_computed_tokens`; a step schedules at least one token of the difference.
+//!    Prefill, chunked prefill, a prefix hit and resumption after preemption are all this one rule.
+//! 2. A block is published when the step that filled it has completed, never before.
+//! 3. Each accepted request has exactly one terminal event; after it, it is in no structure and holds nothing.
+//! 4. The same events give the same batches, bit by bit: no clock is read, no map is iterated.
+//!
+//! Scheduling by iteration instead of by request is Orca's idea (Yu et al., OSDI 2022); paged KV memory is PagedAttention's
+//! (Kwon et al., SOSP 2023); a token budget shared by decodes and prompt chunks is Sarathi-Serve's (Agrawal et al., OSDI 2024).
+
+mod admit;
+mod commit;
+mod control;
+mod invariants;
+mod plan;
+mod preempt;
+mod rows;
+mod waiting;
+
+use std::sync::Arc;
+
+use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
+use crate::block::{BlockPool, RootId};
+use crate::config::{Policy, SchedulerConfig};
+use crate::error::{Error, Result};
+use crate::hash::PrefixHasher;
+use crate::request::{RequestId, SamplingSpec};
+use crate::stats::Stats;
+use crate::submit::{Control, Shared, Submitter};
+
+use rows::Rows;
+pub use rows::SamplingRows;
+use waiting::WaitingList;
+
+/// A live request: what was asked for and what is known so far.
+#[derive(Debug)]
+struct Request {
+    id: RequestId,
+    /// Position in the order of arrival.
+    arrival: u64,
+    /// Prompt, then generated tokens.
+    tokens: Vec<i32>,
+    num_prompt_tokens: u32,
+    /// Prompt plus `max_tokens`.
+    max_num_tokens: u32,
+    stop_token_ids: Box<[i32]>,
+    ignore_eos: bool,
+    sampling: SamplingSpec,
+    seed: u64,
+    root: RootId,
+    root_hash: u64,
+    /// Chained hash of each leading full block, as far as it was needed.
+    hashes: Vec<u64>,
+    state: State,
+    /// Whether it was ever admitted: its queue reservation is given back then.
+    is_started: bool,
+    /// Computed tokens lost to a preemption and not yet computed again.
+    num_lost_tokens: u32,
+    /// Steps it waited for a block that another sequence was filling.
+    num_deferrals: u8,
+    /// Later arrivals admitted while it waited so.
+    num_overtaken: u8,
+}
+
+impl Request {
+    /// Knows the hash of each of its first `num_blocks` blocks, all of them full.
+    fn hash_blocks(&mut self, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
+        for index in self.hashes.len()..num_blocks {
+            let parent = self.hashes.last().copied().unwrap_or(self.root_hash);
+            self.hashes.push(hasher.extend(parent, &self.tokens[index * block_size..][..block_size]));
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Waiting,
+    Running { row: u32 },
+}
+
+/// A planned piece of work: the next `num_tokens` tokens of the sequence in `row`.
+///
+/// The commit relies on these alone: the batch's arrays are lent to the caller, who may write to them.
+#[derive(Debug, Clone, Copy)]
+struct Planned {
+    request: RequestId,
+    row: u32,
+    num_tokens: u32,
+    /// Whether the batch has a sample for it: all known tokens are computed then.
+    is_sampled: bool,
+}
+
+/// The arrays of one step; two sets take turns, so a batch stays readable while its result is committed.
+#[derive(Debug)]
+struct StepBuffers {
+    batch: Batch,
+    output: StepOutput,
+}
+
+/// Decides which tokens of which requests run together.
+///
+/// ```
+/// use cbrs_core::{RequestSpec, Scheduler, SchedulerConfig, StepResult};
+/// let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+/// let spec = RequestSpec { max_tokens: Some(2), ..RequestSpec::new(vec![5, 6, 7]) };
+/// let id = scheduler.submitter().submit(spec).unwrap();
+/// scheduler.step(None, 0).unwrap();
+/// assert_eq!(scheduler.batch().token_ids, [5, 6, 7]);
+/// scheduler.step(Some(&StepResult { token_ids: &[8], ..StepResult::default() }), 1).unwrap();
+/// assert_eq!((scheduler.output().request_ids[0], scheduler.output().token_ids[0]), (id.as_u64(), 8));
+/// assert_eq!((scheduler.batch().token_ids[0], scheduler.batch().seq_lens[0]), (8, 4));
+/// ```
+pub struct Scheduler {
+    config: SchedulerConfig,
+    shared: Arc<Shared>,
+    pool: BlockPool,
+    /// Live requests by slot.
+    requests: Vec<Option<Box<Request>>>,
+    rows: Rows,
+    /// Rows of running sequences in order of arrival.
+    running: Vec<u32>,
+    /// Whether some entry of `running` has lost its sequence.
+    running_has_gaps: bool,
+    waiting: WaitingList,
+    num_preempted_waiting: u64,
+    /// Plan of the batch in flight, or being made: sequences with one query token, then the others.
+    decodes: Vec<Planned>,
+    chunks: Vec<Planned>,
+    /// Whether the current batch still awaits its result.
+    in_flight: bool,
+    step_id: u64,
+    buffers: [StepBuffers; 2],
+    current: usize,
+    /// What the next `step` will report.
+    output: StepOutput,
+    /// What changed in block tables since the last plan.
+    table_updates: BlockTableUpdates,
+    /// Controls whose request is still on its way through the queue.
+    late_controls: Vec<Control>,
+    next_arrival: u64,
+    /// Arrival of the decode that is served first when the budget does not reach all.
+    rotation: u64,
+    stats: Stats,
+    sink: Option<Box<dyn OutputSink>>,
+    is_finished: bool,
+    /// Scratch: blocks found for the request being admitted.
+    hits: Vec<crate::block::BlockId>,
+}
+
+impl std::fmt::Debug for Scheduler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Scheduler")
+            .field("config", &self.config)
+            .field("step_id", &self.step_id)
+            .field("running", &self.running)
+            .field("num_waiting", &self.waiting.len())
+            .field("pool", &format_args!("{} of {} blocks used", self.pool.num_used(), self.pool.num_blocks()))
+            .finish_non_exhaustive()
+    }
+}
+
+impl Scheduler {
+    /// Builds a scheduler with all its memory.
+    ///
+    /// # Errors
+    /// What `SchedulerConfig::validate` refuses.
+    pub fn new(config: SchedulerConfig) -> Result<Self> {
+        let config = config.validate()?;
+        let shared = Arc::new(Shared::new(&config));
+        let num_slots = shared.slots.capacity();
+        // At most one token or end for each running sequence and one end for each live request in one step.
+        let buffers = || StepBuffers {
+            batch: Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens),
+            output: StepOutput::with_capacity(num_slots + config.max_num_seqs, config.max_num_seqs),
+        };
+        Ok(Self {
+            pool: BlockPool::new(config.num_blocks, config.block_size),
+            requests: std::iter::repeat_with(|| None).take(num_slots).collect(),
+            rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq()),
+            running: Vec::with_capacity(config.max_num_seqs),
+            running_has_gaps: false,
+            waiting: WaitingList::new(num_slots),
+            num_preempted_waiting: 0,
+            decodes: Vec::with_capacity(config.max_num_seqs),
+            chunks: Vec::with_capacity(config.max_num_seqs),
+            in_flight: false,
+            step_id: 0,
+            buffers: [buffers(), buffers()],
+            current: 0,
+            output: buffers().output,
+            table_updates: BlockTableUpdates::new(),
+            late_controls: Vec::new(),
+            next_arrival: 0,
+            rotation: 0,
+            stats: Stats::default(),
+            sink: None,
+            is_finished: false,
+            hits: Vec::new(),
+            config,
+            shared,
+        })
+    }
+
+    /// The effective configuration.
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// The face towards other threads.
+    pub fn submitter(&self) -> Submitter {
+        Submitter { shared: Arc::clone(&self.shared) }
+    }
+
+    /// Sends every later step's output there as well.
+    pub fn set_output_sink(&mut self, sink: Option<Box<dyn OutputSink>>) {
+        self.sink = sink;
+    }
+
+    /// Commits the result of the last batch and plans the next; `now_ns` is the time of this step.
+    ///
+    /// Afterwards `batch` is what to run (empty if nothing can run) and `output` what to tell.
+    ///
+    /// # Errors
+    /// `WrongStep`, `NoBatchInFlight`, `MissingResult`, `ResultLength`, `ResultToken`, `ResultTokenStart`: nothing changed, call again
+    /// with the right result. `Closed`: the step after `close` has ended all requests.
+    pub fn step(&mut self, result: Option<&StepResult<'_>>, now_ns: u64) -> Result<()> {
+        if self.is_finished {
+            return Err(Error::Closed);
+        }
+        let is_closed = self.shared.queue.is_closed();
+        if !is_closed {
+            self.check_result(result)?;
+        }
+        self.take_controls();
+        if is_closed {
+            self.end_all_requests();
+        } else {
+            self.commit(result);
+        }
+        self.plan();
+        self.report(now_ns);
+        Ok(())
+    }
+
+    /// Fails what the batch in flight touched: those requests end with `message`, and nothing of the step is published.
+    ///
+    /// The events come with the next `step`. Blocks that the plan evicted stay evicted.
+    ///
+    /// # Errors
+    /// `WrongStep` or `NoBatchInFlight`; nothing changed then.
+    pub fn fail(&mut self, step_id: u64, message: &str) -> Result<()> {
+        self.check_step_id(step_id)?;
+        self.fail_batch(message);
+        self.publish_stats();
+        Ok(())
+    }
+
+    /// What to run now.
+    pub fn batch(&self) -> &Batch {
+        &self.buffers[self.current].batch
+    }
+
+    /// What the last `step` has to tell.
+    pub fn output(&self) -> &StepOutput {
+        &self.buffers[self.current].output
+    }
+
+    /// `[max_num_seqs, max_blocks]` block ids by row, and `max_blocks`.
+    pub fn block_tables(&self) -> (&[i32], usize) {
+        (self.rows.tables.ids(), self.rows.tables.max_blocks())
+    }
+
+    /// Sampling parameters by row.
+    pub fn sampling(&self) -> &SamplingRows {
+        &self.rows.sampling
+    }
+
+    /// Whether the current batch awaits its result.
+    pub fn is_in_flight(&self) -> bool {
+        self.in_flight
+    }
+
+    /// Whether a step without news would neither report nor schedule anything.
+    pub fn is_idle(&self) -> bool {
+        !self.in_flight && self.running.is_empty() && self.waiting.len() == 0 && self.output.is_empty()
+    }
+
+    /// Rough number of elementary operations that the next `step` has to do, to decide whether it counts as short.
+    pub fn estimated_work(&self) -> usize {
+        let chunk_tokens = self.config.max_num_batched_tokens.min(64 * (self.waiting.len() + self.shared.queue.len()));
+        self.running.len() + chunk_tokens / 16 + 8 * self.shared.queue.len()
+    }
+
+    /// The block pool, to look at.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Forgets every cached prefix, e.g. after the weights changed. Running sequences go on, but publish nothing more.
+    pub fn reset_prefix_cache(&mut self) {
+        self.pool.reset_prefix_cache();
+        for index in 0..self.running.len() {
+            self.rows.get_mut(self.running[index]).may_publish = false;
+        }
+        self.publish_stats();
+    }
+
+    /// Hands the collected events to the readers of this step.
+    fn report(&mut self, now_ns: u64) {
+        self.output.step_id = self.step_id;
+        self.output.time_ns = now_ns;
+        let published = &mut self.buffers[self.current].output;
+        published.clear();
+        std::mem::swap(published, &mut self.output);
+        self.publish_stats();
+        if let Some(sink) = &mut self.sink {
+            let output = &self.buffers[self.current].output;
+            if !output.is_empty() {
+                sink.publish(output);
+            }
+        }
+    }
+
+    fn publish_stats(&mut self) {
+        self.stats.num_running = self.running.len() as u64;
+        self.stats.num_waiting = self.num_preempted_waiting;
+        self.stats.num_free_blocks = self.pool.num_free() as u64;
+        self.stats.num_cached_blocks = self.pool.num_cached() as u64;
+        self.stats.num_used_blocks = self.pool.num_used() as u64;
+        self.stats.num_evicted_blocks = self.pool.num_evictions();
+        *self.shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.stats;
+    }
+
+    fn request(&self, slot: u32) -> &Request {
+        self.requests[slot as usize].as_ref().expect("a listed slot has a request")
+    }
+
+    fn request_mut(&mut self, slot: u32) -> &mut Request {
+        self.requests[slot as usize].as_mut().expect("a listed slot has a request")
+    }
+
+    fn is_static(&self) -> bool {
+        self.config.policy == Policy::Static
+    }
+}

@@ -1,0 +1,154 @@
+//! Plan: fill the token budget — decodes first, then chunks of running prompts, then newcomers — and write the batch.
+
+use super::{Planned, Scheduler};
+
+impl Scheduler {
+    /// Plans the next batch. Each pass takes from the token budget what the one before has left.
+    pub(super) fn plan(&mut self) {
+        self.close_gaps();
+        self.step_id += 1;
+        self.current ^= 1;
+        self.buffers[self.current].batch.clear();
+        self.decodes.clear();
+        self.chunks.clear();
+        let num_preemptions = self.stats.num_preemptions;
+        if self.is_static() && self.running.is_empty() {
+            self.admit_group();
+        }
+        let budget = self.plan_decodes(self.config.max_num_batched_tokens);
+        let budget = self.plan_chunks(budget);
+        self.close_gaps();
+        // After a preemption memory is short: whoever is admitted now would be displaced next.
+        if !self.is_static() && self.stats.num_preemptions == num_preemptions {
+            self.admit(budget);
+        }
+        self.write_batch();
+    }
+
+    /// Schedules every sequence that lacks one token, oldest first. If the budget does not reach all, they take turns.
+    fn plan_decodes(&mut self, mut budget: usize) -> usize {
+        let num_running = self.running.len();
+        let take_turns = num_running > budget && self.num_decodes() > budget;
+        let start = if take_turns { self.first_in_turn() } else { 0 };
+        let mut first_left_out = None;
+        for offset in 0..num_running {
+            let row = self.running[(start + offset) % num_running];
+            let state = *self.rows.get(row);
+            if state.request.is_none() || state.num_remaining_tokens() != 1 {
+                continue;
+            }
+            if budget > 0 && self.ensure_slot(row) {
+                budget -= self.plan_chunk(row, 1);
+            } else if self.rows.get(row).request.is_some() {
+                first_left_out = first_left_out.or(Some(state.arrival));
+            }
+        }
+        if let (true, Some(arrival)) = (take_turns, first_left_out) {
+            self.rotation = arrival;
+        }
+        budget
+    }
+
+    fn num_decodes(&self) -> usize {
+        self.running.iter().filter(|&&row| self.rows.get(row).num_remaining_tokens() == 1).count()
+    }
+
+    /// Where the sequence stands that was left out first in the last turn (or the next one, if it has ended).
+    fn first_in_turn(&self) -> usize {
+        let is_before = |&row: &u32| self.rows.get(row).arrival < self.rotation;
+        self.running.partition_point(is_before) % self.running.len()
+    }
+
+    /// Schedules the prompts (or recomputed tokens) that are under way, oldest first.
+    fn plan_chunks(&mut self, mut budget: usize) -> usize {
+        for index in 0..self.running.len() {
+            if budget == 0 {
+                break;
+            }
+            let row = self.running[index];
+            let state = self.rows.get(row);
+            if state.request.is_some() && !state.is_planned && state.num_remaining_tokens() > 1 {
+                budget -= self.plan_chunk(row, budget);
+            }
+        }
+        budget
+    }
+
+    /// Schedules the next tokens of a row within `budget`; returns how many.
+    pub(super) fn plan_chunk(&mut self, row: u32, budget: usize) -> usize {
+        let max_chunk_tokens = self.config.max_chunk_tokens();
+        let state = self.rows.get_mut(row);
+        let num_remaining = state.num_remaining_tokens() as usize;
+        let num_tokens = budget.min(max_chunk_tokens).min(num_remaining);
+        state.is_planned = true;
+        let request = state.request.expect("only a row with a sequence is planned");
+        let is_sampled = num_tokens == num_remaining;
+        let planned = Planned { request, row, num_tokens: num_tokens as u32, is_sampled };
+        if num_tokens == 1 {
+            self.decodes.push(planned);
+        } else {
+            self.chunks.push(planned);
+        }
+        num_tokens
+    }
+
+    /// Writes the arrays of the planned batch, sequences with one query token first.
+    fn write_batch(&mut self) {
+        let decodes = std::mem::take(&mut self.decodes);
+        let chunks = std::mem::take(&mut self.chunks);
+        for &planned in decodes.iter().chain(&chunks) {
+            self.write_sequence(planned);
+        }
+        let batch = &mut self.buffers[self.current].batch;
+        batch.step_id = self.step_id;
+        batch.num_decodes = decodes.len();
+        self.rows.report_freed(&mut batch.freed_rows);
+        std::mem::swap(&mut batch.block_table_updates, &mut self.table_updates);
+        self.table_updates.clear();
+        self.in_flight = batch.num_seqs() > 0;
+        self.stats.num_steps += u64::from(self.in_flight);
+        self.stats.num_scheduled_tokens += batch.num_tokens() as u64;
+        (self.decodes, self.chunks) = (decodes, chunks);
+    }
+
+    fn write_sequence(&mut self, planned: Planned) {
+        let block_size = self.config.block_size;
+        let row = self.rows.get(planned.row);
+        let id = planned.request;
+        let batch = &mut self.buffers[self.current].batch;
+        let (start, end) = (row.num_computed_tokens, row.num_computed_tokens + planned.num_tokens);
+        if planned.num_tokens == 1 && planned.is_sampled {
+            batch.token_ids.push(row.last_token);
+        } else {
+            let request = self.requests[id.slot() as usize].as_ref().expect("a running row has a request");
+            batch.token_ids.extend_from_slice(&request.tokens[start as usize..end as usize]);
+        }
+        batch.positions.extend((start..end).map(|position| position as i32));
+        let table = self.rows.blocks(planned.row);
+        write_slots(&mut batch.slot_mapping, table, start as usize, end as usize, block_size);
+        batch.query_start.push(batch.token_ids.len() as i32);
+        batch.seq_lens.push(end as i32);
+        batch.row_ids.push(planned.row as i32);
+        batch.request_ids.push(id.as_u64());
+        batch.choice_ids.push(0);
+        batch.max_query_len = batch.max_query_len.max(planned.num_tokens as usize);
+        batch.max_seq_len = batch.max_seq_len.max(end as usize);
+        if planned.is_sampled {
+            batch.sample_index.push(batch.logits_index.len() as i32);
+            batch.logits_index.push(batch.token_ids.len() as i32 - 1);
+            batch.sample_rows.push(planned.row as i32);
+            batch.sample_positions.push((row.num_tokens - row.num_prompt_tokens) as i32);
+        }
+    }
+}
+
+/// Slots of positions `start..end`, block by block.
+fn write_slots(slots: &mut Vec<i64>, table: &[i32], start: usize, end: usize, block_size: usize) {
+    let mut position = start;
+    while position < end {
+        let block_end = end.min((position / block_size + 1) * block_size);
+        let first = i64::from(table[position / block_size]) * block_size as i64 + (position % block_size) as i64;
+        slots.extend(first..first + (block_end - position) as i64);
+        position = block_end;
+    }
+}

@@ -1,0 +1,238 @@
+//! Persistent rows: the place of a running sequence from admission to its end or preemption.
+//!
+//! 1. A row belongs to at most one sequence; the lowest free row is given out first.
+//! 2. While a sequence runs, its row is the only owner of `num_computed_tokens`, of the block table and of how much of it is published.
+//! 3. `num_tokens` and `last_token` mirror the request's token list so that a decode step reads one cache line per sequence.
+
+use crate::block::BlockId;
+use crate::request::{RequestId, SamplingSpec};
+
+/// State of a running sequence.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Row {
+    /// `None` = the row is free.
+    pub(crate) request: Option<RequestId>,
+    /// Position in the order of arrival.
+    pub(crate) arrival: u64,
+    /// Prompt and generated tokens known.
+    pub(crate) num_tokens: u32,
+    /// Tokens whose keys and values are in the cache.
+    pub(crate) num_computed_tokens: u32,
+    pub(crate) num_prompt_tokens: u32,
+    /// Prompt plus `max_tokens`.
+    pub(crate) max_num_tokens: u32,
+    pub(crate) last_token: i32,
+    /// Length of the block table.
+    pub(crate) num_blocks: u32,
+    /// Leading blocks that the prefix cache knows.
+    pub(crate) num_published_blocks: u32,
+    /// Whether further blocks may be published: not after the prefix cache was reset under the sequence.
+    pub(crate) may_publish: bool,
+    /// Scheduled in the plan being made.
+    pub(crate) is_planned: bool,
+}
+
+impl Row {
+    /// Tokens that a step could compute now.
+    pub(crate) fn num_remaining_tokens(&self) -> u32 {
+        self.num_tokens - self.num_computed_tokens
+    }
+
+    /// Blocks that the sequence may still need beyond its table: the last token is sampled, never computed.
+    pub(crate) fn may_grow(&self, block_size: usize) -> bool {
+        (self.max_num_tokens as usize - 1).div_ceil(block_size) > self.num_blocks as usize
+    }
+}
+
+/// All rows with their block tables and sampling parameters, as the runner sees them.
+#[derive(Debug)]
+pub(crate) struct Rows {
+    states: Vec<Row>,
+    free: FreeRows,
+    pub(crate) tables: BlockTables,
+    pub(crate) sampling: SamplingRows,
+    freed: Vec<i32>,
+}
+
+impl Rows {
+    pub(crate) fn new(max_num_seqs: usize, max_blocks: usize) -> Self {
+        Self {
+            states: vec![Row::default(); max_num_seqs],
+            free: FreeRows::new(max_num_seqs),
+            tables: BlockTables { ids: vec![0; max_num_seqs * max_blocks], max_blocks },
+            sampling: SamplingRows::new(max_num_seqs),
+            freed: Vec::with_capacity(max_num_seqs),
+        }
+    }
+
+    pub(crate) fn num_free(&self) -> usize {
+        self.free.len
+    }
+
+    pub(crate) fn get(&self, row: u32) -> &Row {
+        &self.states[row as usize]
+    }
+
+    pub(crate) fn get_mut(&mut self, row: u32) -> &mut Row {
+        &mut self.states[row as usize]
+    }
+
+    /// Gives the lowest free row to a sequence.
+    pub(crate) fn acquire(&mut self, state: Row) -> u32 {
+        let row = self.free.take_lowest().expect("the caller has seen a free row");
+        self.states[row as usize] = state;
+        row
+    }
+
+    /// Takes the row from its sequence. Its blocks must have been released.
+    pub(crate) fn release(&mut self, row: u32) {
+        debug_assert_eq!(self.states[row as usize].num_blocks, 0, "blocks are released before their row");
+        self.states[row as usize] = Row::default();
+        self.free.put(row);
+        self.freed.push(row as i32);
+    }
+
+    /// Rows released since the last call go to `freed_rows`.
+    pub(crate) fn report_freed(&mut self, freed_rows: &mut Vec<i32>) {
+        freed_rows.append(&mut self.freed);
+    }
+
+    /// Blocks of a row's sequence, first to last.
+    pub(crate) fn blocks(&self, row: u32) -> &[i32] {
+        &self.tables.row(row)[..self.states[row as usize].num_blocks as usize]
+    }
+
+    /// Appends a block to a row's table.
+    pub(crate) fn push_block(&mut self, row: u32, block: BlockId) {
+        let column = self.states[row as usize].num_blocks;
+        self.tables.set(row, column, block);
+        self.states[row as usize].num_blocks = column + 1;
+    }
+
+    /// Removes the deepest block of a row's table.
+    pub(crate) fn pop_block(&mut self, row: u32) -> Option<BlockId> {
+        let state = &mut self.states[row as usize];
+        state.num_blocks = state.num_blocks.checked_sub(1)?;
+        let column = state.num_blocks;
+        Some(self.tables.get(row, column))
+    }
+}
+
+/// `[max_num_seqs, max_blocks]` block ids by row; columns past a sequence's table hold stale ids.
+#[derive(Debug)]
+pub(crate) struct BlockTables {
+    ids: Vec<i32>,
+    max_blocks: usize,
+}
+
+impl BlockTables {
+    pub(crate) fn ids(&self) -> &[i32] {
+        &self.ids
+    }
+
+    pub(crate) fn max_blocks(&self) -> usize {
+        self.max_blocks
+    }
+
+    pub(crate) fn row(&self, row: u32) -> &[i32] {
+        &self.ids[row as usize * self.max_blocks..][..self.max_blocks]
+    }
+
+    pub(crate) fn get(&self, row: u32, column: u32) -> BlockId {
+        BlockId::from_table(self.ids[row as usize * self.max_blocks + column as usize])
+    }
+
+    pub(crate) fn set(&mut self, row: u32, column: u32, block: BlockId) {
+        self.ids[row as usize * self.max_blocks + column as usize] = block.as_i32();
+    }
+}
+
+/// `[max_num_seqs]` sampling parameters by row, for the sampler; rows without a sequence hold stale values.
+#[derive(Debug)]
+pub struct SamplingRows {
+    /// 0 = greedy.
+    pub temperature: Vec<f32>,
+    /// 0 or -1 = all.
+    pub top_k: Vec<i32>,
+    /// In (0, 1].
+    pub top_p: Vec<f32>,
+    /// In `[0, 1]`.
+    pub min_p: Vec<f32>,
+    /// Key of the random numbers.
+    pub seeds: Vec<u64>,
+}
+
+impl SamplingRows {
+    fn new(max_num_seqs: usize) -> Self {
+        Self {
+            temperature: vec![0.0; max_num_seqs],
+            top_k: vec![0; max_num_seqs],
+            top_p: vec![1.0; max_num_seqs],
+            min_p: vec![0.0; max_num_seqs],
+            seeds: vec![0; max_num_seqs],
+        }
+    }
+
+    pub(crate) fn set(&mut self, row: u32, spec: &SamplingSpec, seed: u64) {
+        let row = row as usize;
+        self.temperature[row] = spec.temperature;
+        self.top_k[row] = spec.top_k;
+        self.top_p[row] = spec.top_p;
+        self.min_p[row] = spec.min_p;
+        self.seeds[row] = seed;
+    }
+}
+
+/// Free rows as a bit set; finding the lowest starts at the first word that may have one.
+#[derive(Debug)]
+struct FreeRows {
+    words: Vec<u64>,
+    first: usize,
+    len: usize,
+}
+
+impl FreeRows {
+    fn new(num_rows: usize) -> Self {
+        let mut words = vec![u64::MAX; num_rows.div_ceil(64)];
+        if !num_rows.is_multiple_of(64) {
+            *words.last_mut().expect("there is at least one row") = (1 << (num_rows % 64)) - 1;
+        }
+        Self { words, first: 0, len: num_rows }
+    }
+
+    fn take_lowest(&mut self) -> Option<u32> {
+        while *self.words.get(self.first)? == 0 {
+            self.first += 1;
+        }
+        let word = &mut self.words[self.first];
+        let bit = word.trailing_zeros();
+        *word &= *word - 1;
+        self.len -= 1;
+        Some(self.first as u32 * 64 + bit)
+    }
+
+    fn put(&mut self, row: u32) {
+        let word = row as usize / 64;
+        debug_assert_eq!(self.words[word] >> (row % 64) & 1, 0, "a row is freed once");
+        self.words[word] |= 1 << (row % 64);
+        self.first = self.first.min(word);
+        self.len += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lowest_free_row_is_given_out_first() {
+        let mut free = FreeRows::new(130);
+        let taken: Vec<u32> = std::iter::from_fn(|| free.take_lowest()).collect();
+        assert_eq!(taken, (0..130).collect::<Vec<_>>());
+        for row in [129, 3, 64] {
+            free.put(row);
+        }
+        assert_eq!((free.take_lowest(), free.take_lowest(), free.take_lowest()), (Some(3), Some(64), Some(129)));
+        assert_eq!((free.take_lowest(), free.len), (None, 0));
+    }
+}

@@ -1,0 +1,196 @@
+//! The submitting side: validate, hash, reserve, push — on the caller's thread, without a lock.
+//!
+//! 1. A request that `submit` accepts is in the queue exactly once and holds one slot and one reservation of the gate.
+//! 2. A refusal gives everything back: nothing of it stays.
+//! 3. Cancels and finishes never wait for room: they go to a stack that always takes them.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::admission::AdmissionGate;
+use crate::config::SchedulerConfig;
+use crate::control::ControlStack;
+use crate::error::{Error, Result};
+use crate::hash::PrefixHasher;
+use crate::queue::{PushError, RequestQueue};
+use crate::request::{RequestId, RequestSpec};
+use crate::slots::SlotTable;
+use crate::stats::Stats;
+use crate::waker::Waker;
+
+/// An accepted request on its way to the scheduler.
+#[derive(Debug)]
+pub(crate) struct Submitted {
+    pub(crate) id: RequestId,
+    pub(crate) spec: RequestSpec,
+    pub(crate) max_tokens: u32,
+    pub(crate) root_hash: u64,
+    /// Chained hash of each full prompt block.
+    pub(crate) hashes: Vec<u64>,
+}
+
+/// What other threads ask of a request that is already accepted.
+#[derive(Debug)]
+pub(crate) enum Control {
+    Cancel(RequestId),
+    Finish { id: RequestId, choice: i32, num_tokens: u32, stop_reason: Option<Arc<str>> },
+}
+
+impl Control {
+    pub(crate) fn request(&self) -> RequestId {
+        match *self {
+            Self::Cancel(id) | Self::Finish { id, .. } => id,
+        }
+    }
+}
+
+/// What submitting threads and the engine thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) queue: RequestQueue<Box<Submitted>>,
+    pub(crate) controls: ControlStack<Control>,
+    pub(crate) slots: SlotTable,
+    pub(crate) gate: AdmissionGate,
+    pub(crate) waker: Waker,
+    pub(crate) hasher: PrefixHasher,
+    /// The last step's snapshot; locked only to copy it.
+    pub(crate) stats: Mutex<Stats>,
+    num_accepted: AtomicU64,
+    vocab_size: Option<u32>,
+    max_model_len: usize,
+    hash_prompts: bool,
+}
+
+impl Shared {
+    pub(crate) fn new(config: &SchedulerConfig) -> Self {
+        Self {
+            queue: RequestQueue::new(config.queue_capacity),
+            controls: ControlStack::new(),
+            // Waiting requests are bounded by the gate and started ones by the rows; a started request keeps its slot while preempted.
+            slots: SlotTable::new(config.queue_capacity + config.max_num_seqs),
+            gate: AdmissionGate::new(config.queue_capacity, config.max_queued_tokens),
+            waker: Waker::new(),
+            hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
+            stats: Mutex::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }),
+            num_accepted: AtomicU64::new(0),
+            vocab_size: config.vocab_size,
+            max_model_len: config.max_model_len,
+            hash_prompts: config.enable_prefix_caching,
+        }
+    }
+
+    /// Whether a step would find something that it did not know of before.
+    pub(crate) fn has_news(&self) -> bool {
+        !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed()
+    }
+}
+
+/// The face of a scheduler towards other threads: submit, cancel, finish, close, stats. Cheap to clone.
+///
+/// ```
+/// use cbrs_core::{RequestSpec, Scheduler, SchedulerConfig};
+/// let scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+/// let submitter = scheduler.submitter();
+/// let id = submitter.submit(RequestSpec::new(vec![1, 2, 3])).unwrap();
+/// assert!(submitter.cancel(id));
+/// assert!(!submitter.cancel(id), "only the first cancel counts");
+/// ```
+#[derive(Debug, Clone)]
+pub struct Submitter {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Submitter {
+    /// Checks a request and queues it. Any thread; never waits.
+    ///
+    /// # Errors
+    /// What `RequestSpec` can have wrong; `QueueFull`, `QueuedTokensFull`, `Closed`. Nothing stays behind.
+    pub fn submit(&self, spec: RequestSpec) -> Result<RequestId> {
+        let shared = &*self.shared;
+        if shared.queue.is_closed() {
+            return Err(Error::Closed);
+        }
+        let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len)?;
+        let num_prompt_tokens = spec.prompt_token_ids.len() as u64;
+        shared.gate.reserve(num_prompt_tokens)?;
+        let (root_hash, hashes) = self.hash_prompt(&spec);
+        let Some(id) = shared.slots.acquire() else {
+            shared.gate.release(num_prompt_tokens);
+            return Err(Error::QueueFull { limit: shared.queue.capacity() });
+        };
+        let request = Box::new(Submitted { id, spec, max_tokens, root_hash, hashes });
+        if let Err(refused) = shared.queue.push(request) {
+            shared.slots.release(id);
+            shared.gate.release(num_prompt_tokens);
+            return Err(match refused {
+                PushError::Full(_) => Error::QueueFull { limit: shared.queue.capacity() },
+                PushError::Closed(_) => Error::Closed,
+            });
+        }
+        shared.num_accepted.fetch_add(1, Ordering::Relaxed);
+        shared.waker.wake();
+        Ok(id)
+    }
+
+    fn hash_prompt(&self, spec: &RequestSpec) -> (u64, Vec<u64>) {
+        if !self.shared.hash_prompts {
+            return (0, Vec::new());
+        }
+        let hasher = &self.shared.hasher;
+        let root = hasher.root(spec.tenant.as_deref(), spec.cache_salt.as_deref());
+        (root, hasher.chain(root, &spec.prompt_token_ids))
+    }
+
+    /// Asks for the end of a request; its terminal event is `cancelled` unless it ends otherwise first. O(1), never waits.
+    ///
+    /// Returns whether this is the first cancel of a live request; any other id is a no-op.
+    pub fn cancel(&self, id: RequestId) -> bool {
+        let first = self.shared.slots.request_cancel(id);
+        if first {
+            self.shared.controls.push(Control::Cancel(id));
+            self.shared.waker.wake();
+        }
+        first
+    }
+
+    /// Ends a choice as `stop` after its first `num_tokens` output tokens, e.g. at a stop string; later tokens are dropped.
+    ///
+    /// Returns whether the request was live; any other id is a no-op, and a choice that ended otherwise stays as it ended.
+    pub fn finish(&self, id: RequestId, choice: i32, num_tokens: u32, stop_reason: Option<Arc<str>>) -> bool {
+        let live = self.shared.slots.is_live(id);
+        if live {
+            self.shared.controls.push(Control::Finish { id, choice, num_tokens, stop_reason });
+            self.shared.waker.wake();
+        }
+        live
+    }
+
+    /// Refuses further requests; the next step ends every live one as `cancelled`.
+    pub fn close(&self) {
+        self.shared.queue.close();
+        self.shared.waker.wake();
+    }
+
+    /// Whether `close` was called.
+    pub fn is_closed(&self) -> bool {
+        self.shared.queue.is_closed()
+    }
+
+    /// Sleeps until a step could find news, or until the timeout. Spends nothing while it sleeps.
+    pub fn wait_for_news(&self, timeout: Duration) {
+        self.shared.waker.sleep_unless(timeout, || self.shared.has_news());
+    }
+
+    /// Gauges of the last step with what was submitted since. Never waits for a step.
+    pub fn stats(&self) -> Stats {
+        let shared = &*self.shared;
+        let mut stats = *shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // The snapshot counts preempted requests; those that never started are counted by the gate.
+        stats.num_waiting += shared.gate.queued_requests() as u64;
+        stats.num_queued_tokens = shared.gate.queued_tokens();
+        stats.num_accepted_requests = shared.num_accepted.load(Ordering::Relaxed);
+        stats
+    }
+}

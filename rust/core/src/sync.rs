@@ -1,0 +1,87 @@
+//! The one door to atomics, cells and locks: the standard library normally, loom's models of them under `cfg(loom)`.
+//!
+//! Invariant: `queue`, `control`, `slots`, `admission` and `waker` take every shared primitive from here, so that
+//! `tests/loom.rs` explores the very code that ships. Ordinary `Arc`s and single-threaded state need not.
+
+#[cfg(loom)]
+pub(crate) use loom::{
+    cell::UnsafeCell,
+    sync::{
+        Condvar, Mutex,
+        atomic::{Ordering, fence},
+    },
+};
+#[cfg(loom)]
+pub(crate) use modelled::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize};
+#[cfg(not(loom))]
+pub(crate) use std::sync::{
+    Condvar, Mutex,
+    atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
+};
+
+/// `std::cell::UnsafeCell` with the face of loom's, which sees where an access begins and ends.
+#[cfg(not(loom))]
+#[derive(Debug)]
+pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    /// Lends the address of the value; whether it may be read or written is for the caller to argue.
+    #[inline]
+    pub(crate) fn with_mut<R>(&self, f: impl FnOnce(*mut T) -> R) -> R {
+        f(self.0.get())
+    }
+}
+
+/// loom's atomics, each with a scheduling point that keeps loom from skipping interleavings.
+///
+/// To find the orders that are worth trying, loom (0.7) compares an access with the *last* access to the same atomic
+/// only, and takes two loads for independent. A thread that loads and then stores, as every claim loop does, thus hides
+/// behind its own load the earlier load of another thread, and the order "store, then the other's load" is never tried:
+/// a consumer that runs first would find the queue empty in every interleaving. So each access is preceded by an
+/// exchange that always fails, on a flag of the atomic's own which is never written. Exchanges depend on one another,
+/// hence all orders of accesses to one atomic are tried; and as the flag is never written, the exchange adds no
+/// synchronisation and forces no load to see a newer value.
+#[cfg(loom)]
+mod modelled {
+    use std::ops::Deref;
+
+    use loom::sync::atomic::{self, Ordering};
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Scheduled<A> {
+        never_written: atomic::AtomicBool,
+        atomic: A,
+    }
+
+    /// Every access goes through here, because the methods are those of the atomic behind.
+    impl<A> Deref for Scheduled<A> {
+        type Target = A;
+
+        fn deref(&self) -> &A {
+            let result = self.never_written.compare_exchange(true, true, Ordering::Relaxed, Ordering::Relaxed);
+            debug_assert!(result.is_err());
+            &self.atomic
+        }
+    }
+
+    pub(crate) type AtomicBool = Scheduled<atomic::AtomicBool>;
+    pub(crate) type AtomicPtr<T> = Scheduled<atomic::AtomicPtr<T>>;
+    pub(crate) type AtomicU32 = Scheduled<atomic::AtomicU32>;
+    pub(crate) type AtomicU64 = Scheduled<atomic::AtomicU64>;
+    pub(crate) type AtomicUsize = Scheduled<atomic::AtomicUsize>;
+
+    impl<A> Scheduled<A> {
+        /// Like the constructor of the atomic; `value` is what that takes.
+        pub(crate) fn new<V>(value: V) -> Self
+        where
+            A: From<V>,
+        {
+            Self { never_written: atomic::AtomicBool::new(false), atomic: A::from(value) }
+        }
+    }
+}

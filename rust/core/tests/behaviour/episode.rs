@@ -1,0 +1,211 @@
+//! One configuration and a list of operations: run with the oracle, replayed, or replayed bare for its trace alone.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
+
+use cbrs_core::{Error, RequestId, Scheduler, SchedulerConfig, StepResult, Submitter};
+
+use crate::ops::{Mistake, Op, random_config, random_op, request};
+use crate::oracle::{Oracle, digest};
+use crate::rng::{Rng, mix};
+use crate::script::{Script, run};
+
+/// What a list of operations led to.
+#[derive(Debug)]
+pub(crate) struct Episode {
+    pub(crate) config: SchedulerConfig,
+    pub(crate) ops: Vec<Op>,
+    /// Digest of all steps, or what went wrong.
+    pub(crate) outcome: Result<u64, String>,
+}
+
+/// Draws a configuration and `num_ops` operations from the seed, runs them, drains, and replays them with other hashes.
+pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
+    let mut rng = Rng::new(seed);
+    let config = random_config(&mut rng);
+    let mut ops = Vec::with_capacity(2 * num_ops);
+    let outcome = quietly(|| {
+        let mut oracle = Oracle::new(config.clone());
+        let mut trace = 0;
+        for _ in 0..num_ops {
+            let op = random_op(&mut rng, &oracle);
+            ops.push(op.clone());
+            apply(&mut oracle, &op, &mut trace);
+        }
+        while !oracle.is_at_rest() {
+            ops.push(Op::Step { errors: 0 });
+            apply(&mut oracle, &Op::Step { errors: 0 }, &mut trace);
+            assert!(ops.len() < 100 * (num_ops + 100), "{} requests never end", oracle.model().live.len());
+        }
+        rest(&mut oracle, rng.one_in(4));
+        check_trace(&config, &ops, trace);
+        trace
+    });
+    Episode { config, ops, outcome }
+}
+
+/// Runs a list of operations with the oracle, drains, and replays it with other hashes.
+pub(crate) fn replay(config: &SchedulerConfig, ops: &[Op]) -> Result<u64, String> {
+    quietly(|| {
+        let mut oracle = Oracle::new(config.clone());
+        let mut trace = 0;
+        for op in ops {
+            apply(&mut oracle, op, &mut trace);
+        }
+        oracle.drain();
+        rest(&mut oracle, true);
+        check_trace(config, ops, trace);
+        trace
+    })
+}
+
+fn rest(oracle: &mut Oracle, close: bool) {
+    oracle.scheduler().check_drained();
+    if close {
+        oracle.close();
+    }
+}
+
+/// Neither the key of the hash nor collisions may show anywhere, and the same operations give the same steps.
+fn check_trace(config: &SchedulerConfig, ops: &[Op], trace: u64) {
+    let other_hashes =
+        SchedulerConfig { hash_seed: mix(config.hash_seed), collide_hashes: !config.collide_hashes, ..config.clone() };
+    assert_eq!(bare_trace(&other_hashes, ops), trace, "other prefix hashes give other steps");
+}
+
+pub(crate) fn apply(oracle: &mut Oracle, op: &Op, trace: &mut u64) {
+    let num_requests = oracle.model().requests.len();
+    match op {
+        Op::Submit { .. } => {
+            let (spec, script) = request(op).expect("it is a submit");
+            // The oracle has compared the answer with the right one; a refusal is as good as an acceptance here.
+            let _ = oracle.submit(spec, script);
+        }
+        Op::Step { errors } => oracle.step_with_errors(*errors),
+        Op::BadStep(mistake) => bad_step(oracle, *mistake),
+        Op::Fail => oracle.fail("the device is gone"),
+        Op::Cancel(request) if num_requests > 0 => oracle.cancel(request % num_requests),
+        Op::Finish { request, num_tokens } if num_requests > 0 => {
+            oracle.finish(request % num_requests, *num_tokens, (num_tokens % 2 == 0).then_some("END"));
+        }
+        Op::ResetPrefixCache => oracle.reset_prefix_cache(),
+        Op::Cancel(_) | Op::Finish { .. } => {}
+    }
+    *trace = mix(*trace ^ digest(oracle.scheduler()));
+}
+
+/// Offers a wrong result, if the batch in flight allows one of this kind.
+fn bad_step(oracle: &mut Oracle, mistake: Mistake) {
+    let (step_id, num_samples) = (oracle.batch().step_id, oracle.batch().num_samples());
+    if !oracle.scheduler().is_in_flight() || num_samples == 0 {
+        return;
+    }
+    let mut tokens = vec![0; num_samples];
+    let starts: Vec<i32> = (0..=num_samples as i32).map(|start| start + i32::from(start as usize == num_samples)).collect();
+    let (field, expected, got) = ("token_ids", num_samples, num_samples + 1);
+    match mistake {
+        Mistake::NoResult => oracle.refuse(None, &Error::MissingResult { step_id, num_samples }),
+        Mistake::WrongStep => {
+            let result = StepResult { step_id: Some(step_id + 1), token_ids: &tokens, ..StepResult::default() };
+            oracle.refuse(Some(&result), &Error::WrongStep { expected: step_id, got: step_id + 1 });
+        }
+        Mistake::TooLong => {
+            tokens.push(0);
+            let result = StepResult { token_ids: &tokens, ..StepResult::default() };
+            oracle.refuse(Some(&result), &Error::ResultLength { field, step_id, expected, got });
+        }
+        Mistake::OutOfVocabulary => {
+            let limit = oracle.model().config.vocab_size.expect("random configurations have a vocabulary");
+            let (position, token, vocab_size) = (num_samples - 1, i64::from(limit), i64::from(limit));
+            tokens[position] = limit as i32;
+            let result = StepResult { token_ids: &tokens, ..StepResult::default() };
+            oracle.refuse(Some(&result), &Error::ResultToken { step_id, position, token, vocab_size });
+        }
+        Mistake::Start => {
+            let (position, expected) = (num_samples, num_samples as i32);
+            let result = StepResult { token_ids: &tokens, token_start: Some(&starts), ..StepResult::default() };
+            oracle.refuse(Some(&result), &Error::ResultTokenStart { position, expected, got: expected + 1 });
+        }
+    }
+}
+
+/// The digest of the same operations on a scheduler that nobody watches.
+fn bare_trace(config: &SchedulerConfig, ops: &[Op]) -> u64 {
+    let mut scheduler = Scheduler::new(config.clone()).expect("the configuration was valid before");
+    let submitter = scheduler.submitter();
+    let mut accepted: Vec<(RequestId, Script)> = Vec::new();
+    let (mut trace, mut now_ns) = (0, 0);
+    for op in ops {
+        match op {
+            Op::Submit { .. } => {
+                let (spec, script) = request(op).expect("it is a submit");
+                accepted.extend(submitter.submit(spec).ok().map(|id| (id, script)));
+            }
+            Op::Step { errors } => {
+                now_ns += 1;
+                bare_step(&mut scheduler, &accepted, *errors, now_ns);
+            }
+            Op::Fail => {
+                // Whether there was a batch to fail shows in the steps that follow.
+                let _ = scheduler.fail(scheduler.batch().step_id, "the device is gone");
+            }
+            Op::ResetPrefixCache => scheduler.reset_prefix_cache(),
+            Op::Cancel(_) | Op::Finish { .. } | Op::BadStep(_) => bare_control(&submitter, &accepted, op),
+        }
+        trace = mix(trace ^ digest(&scheduler));
+    }
+    trace
+}
+
+fn bare_control(submitter: &Submitter, accepted: &[(RequestId, Script)], op: &Op) {
+    match op {
+        Op::Cancel(request) if !accepted.is_empty() => {
+            submitter.cancel(accepted[request % accepted.len()].0);
+        }
+        Op::Finish { request, num_tokens } if !accepted.is_empty() => {
+            let reason = (num_tokens % 2 == 0).then(|| "END".into());
+            submitter.finish(accepted[request % accepted.len()].0, 0, *num_tokens as u32, reason);
+        }
+        _ => {}
+    }
+}
+
+fn bare_step(scheduler: &mut Scheduler, accepted: &[(RequestId, Script)], errors: u64, now_ns: u64) {
+    let mut tokens = Vec::new();
+    if scheduler.is_in_flight() {
+        let script = |id| &accepted.iter().rev().find(|(other, _)| *other == id).expect("the id was given out").1;
+        tokens = run(scheduler.batch(), script);
+    }
+    let row_error: Vec<u8> = (0..tokens.len()).map(|index| u8::from(index < 64 && errors >> index & 1 == 1)).collect();
+    let result = StepResult { token_ids: &tokens, row_error: Some(&row_error), ..StepResult::default() };
+    scheduler.step((!tokens.is_empty()).then_some(&result), now_ns).expect("the same result was right before");
+}
+
+thread_local! {
+    static IS_QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `action` and gives the message of its panic, which is not printed.
+pub(crate) fn quietly<T>(action: impl FnOnce() -> T) -> Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let default = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let message = info.to_string();
+            if IS_QUIET.get() {
+                LAST_PANIC.set(message);
+            } else {
+                default(info);
+            }
+        }));
+    });
+    let was_quiet = IS_QUIET.replace(true);
+    let outcome = catch_unwind(AssertUnwindSafe(action));
+    IS_QUIET.set(was_quiet);
+    outcome.map_err(|_| LAST_PANIC.take())
+}
+
+thread_local! {
+    static LAST_PANIC: Cell<String> = const { Cell::new(String::new()) };
+}

@@ -1,0 +1,25 @@
+//! What the core must do, seen from outside: every test here drives a real `Scheduler` and believes nothing that it says of itself.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `oracle` | a slow, simple model of what must be true; checks every operation of every test below |
+//! | `ops`, `episode`, `shrink` | random operations, their replay, and the search for the shortest failing list |
+//! | `model_based` | the random test: `CBRS_RANDOM_OPS` operations (default 1,000,000), first seed `CBRS_RANDOM_SEED` |
+//! | `exhaustive` | every state that two requests on three blocks can reach |
+//! | `kv_oracle` | that the fake KV memory really notices what it is there for |
+//! | `cases` | faults that engines of this kind have had, each with the right behaviour |
+//! | `textbook` | the examples with which continuous batching is explained, number by number |
+//!
+//! One test binary, so that the oracle is compiled once.
+
+mod cases;
+mod episode;
+mod exhaustive;
+mod kv_oracle;
+mod model_based;
+mod ops;
+mod oracle;
+mod rng;
+mod script;
+mod shrink;
+mod textbook;

@@ -1,0 +1,307 @@
+//! The model's state, and what controls, results and failures do to it. Plans are not predicted but judged: see `plan.rs`.
+
+use std::sync::Arc;
+
+use cbrs_core::{Error, FinishReason, RequestId, RequestSpec, SchedulerConfig, Stats};
+
+use super::cache::Cache;
+use super::memory::Memory;
+use super::requests::{Control, Detail, Event, Tracked};
+
+/// A sequence of the batch in flight: positions `start..end` of a request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Flying {
+    pub(crate) request: usize,
+    pub(crate) row: usize,
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+    /// Its place among the samples.
+    pub(crate) sample: Option<usize>,
+}
+
+/// Block tables as the model knows them.
+#[derive(Debug)]
+pub(crate) struct Tables {
+    ids: Vec<i32>,
+    max_blocks: usize,
+    pub(crate) len: Vec<usize>,
+}
+
+impl Tables {
+    fn new(num_rows: usize, max_blocks: usize) -> Self {
+        Self { ids: vec![-1; num_rows * max_blocks], max_blocks, len: vec![0; num_rows] }
+    }
+
+    pub(crate) fn row(&self, row: usize) -> &[i32] {
+        &self.ids[row * self.max_blocks..][..self.len[row]]
+    }
+
+    pub(crate) fn set(&mut self, row: usize, column: usize, block: i32) {
+        self.ids[row * self.max_blocks + column] = block;
+    }
+}
+
+/// What must be true.
+#[derive(Debug)]
+pub(crate) struct Model {
+    pub(crate) config: SchedulerConfig,
+    /// Every request that was ever accepted.
+    pub(crate) requests: Vec<Tracked>,
+    /// Those that have not ended, in order of arrival.
+    pub(crate) live: Vec<usize>,
+    by_slot: Vec<usize>,
+    pub(crate) controls: Vec<Control>,
+    /// What the next step must tell.
+    pub(crate) events: Vec<Event>,
+    /// Request of each row.
+    pub(crate) rows: Vec<Option<usize>>,
+    /// Rows that lost their sequence since the last plan, in order.
+    pub(crate) freed: Vec<i32>,
+    pub(crate) tables: Tables,
+    /// The device's copy, made from `block_table_updates` alone.
+    pub(crate) device_tables: Vec<i32>,
+    /// Blocks exchanged for an equal published one since the last plan: row, column, block.
+    pub(crate) exchanges: Vec<(usize, usize, i32)>,
+    pub(crate) flight: Vec<Flying>,
+    pub(crate) cache: Cache,
+    pub(crate) memory: Memory,
+    /// The first decode that the last plan with turns left out.
+    pub(crate) left_out: usize,
+    /// Number of cache resets.
+    pub(crate) epoch: u64,
+    /// Number of operations.
+    pub(crate) operation: u64,
+    pub(crate) step_id: u64,
+    pub(crate) counters: Stats,
+    pub(crate) is_closed: bool,
+}
+
+impl Model {
+    /// A model of a scheduler with this (validated) configuration.
+    pub(crate) fn new(config: SchedulerConfig) -> Self {
+        let max_blocks = config.max_blocks_per_seq();
+        Self {
+            requests: Vec::new(),
+            live: Vec::new(),
+            by_slot: vec![usize::MAX; config.queue_capacity + config.max_num_seqs],
+            controls: Vec::new(),
+            events: Vec::new(),
+            rows: vec![None; config.max_num_seqs],
+            freed: Vec::new(),
+            tables: Tables::new(config.max_num_seqs, max_blocks),
+            device_tables: vec![-1; config.max_num_seqs * max_blocks],
+            exchanges: Vec::new(),
+            flight: Vec::new(),
+            cache: Cache::new(config.num_blocks),
+            memory: Memory::new(config.num_blocks, config.block_size),
+            left_out: 0,
+            epoch: 0,
+            operation: 0,
+            step_id: 0,
+            counters: Stats::default(),
+            is_closed: false,
+            config,
+        }
+    }
+
+    pub(crate) fn caches(&self) -> bool {
+        self.config.enable_prefix_caching
+    }
+
+    /// The live or ended request with this id.
+    pub(crate) fn find(&self, id: RequestId) -> usize {
+        let index = self.by_slot.get(id.slot() as usize).copied().unwrap_or(usize::MAX);
+        assert!(index < self.requests.len() && self.requests[index].id == id, "{id:?} was never given out");
+        index
+    }
+
+    /// Running requests in order of arrival.
+    pub(crate) fn running(&self) -> Vec<usize> {
+        self.live.iter().copied().filter(|&index| self.requests[index].row.is_some()).collect()
+    }
+
+    /// Requests without a row in the order in which they may be admitted: preempted ones first, then by arrival.
+    pub(crate) fn waiting(&self) -> Vec<usize> {
+        let mut waiting: Vec<usize> =
+            self.live.iter().copied().filter(|&index| self.requests[index].row.is_none()).collect();
+        waiting.sort_by_key(|&index| (!self.requests[index].is_started, index));
+        waiting
+    }
+
+    /// Requests and prompt tokens that count against the queue's bounds.
+    pub(crate) fn queued(&self) -> (usize, u64) {
+        let queued = self.live.iter().filter(|&&index| !self.requests[index].is_started);
+        queued.fold((0, 0), |(requests, tokens), &index| (requests + 1, tokens + self.requests[index].num_prompt() as u64))
+    }
+
+    /// Why `submit` must refuse this request, if it must.
+    pub(crate) fn refusal(&self, spec: &RequestSpec) -> Option<Error> {
+        if self.is_closed {
+            return Some(Error::Closed);
+        }
+        if spec.prompt_token_ids.is_empty() {
+            return Some(Error::EmptyPrompt);
+        }
+        let vocab_size = self.config.vocab_size.map_or(1 << 31, i64::from);
+        let is_wrong = |&(_, &token): &(usize, &i32)| token < 0 || i64::from(token) >= vocab_size;
+        if let Some((position, &token)) = spec.prompt_token_ids.iter().enumerate().find(is_wrong) {
+            let (field, token) = ("prompt_token_ids", i64::from(token));
+            return Some(Error::TokenOutOfVocabulary { field, position, token, vocab_size });
+        }
+        let (num_prompt_tokens, max_model_len) = (spec.prompt_token_ids.len(), self.config.max_model_len);
+        let max_tokens = spec.max_tokens.unwrap_or(1);
+        if max_tokens == 0 {
+            return Some(Error::InvalidParameter { name: "max_tokens", value: 0.0, expected: ">= 1" });
+        }
+        if num_prompt_tokens as u64 + max_tokens > max_model_len as u64 {
+            return Some(Error::PromptTooLong { num_prompt_tokens, max_tokens, max_model_len });
+        }
+        let ((requests, queued), requested) = (self.queued(), num_prompt_tokens as u64);
+        if requests == self.config.queue_capacity {
+            return Some(Error::QueueFull { limit: requests });
+        }
+        match self.config.max_queued_tokens {
+            Some(limit) if queued + requested > limit => Some(Error::QueuedTokensFull { queued, requested, limit }),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn accept(&mut self, request: Tracked) -> usize {
+        let index = self.requests.len();
+        assert!(request.id.generation() > 0, "0 is no id");
+        let slot = request.id.slot() as usize;
+        let previous = self.by_slot[slot];
+        assert!(
+            previous == usize::MAX || self.requests[previous].end.is_some() && self.requests[previous].id != request.id,
+            "{:?} was given out twice",
+            request.id
+        );
+        self.by_slot[slot] = index;
+        self.live.push(index);
+        self.requests.push(request);
+        self.counters.num_accepted_requests += 1;
+        index
+    }
+
+    /// Applies cancels and finishes in the order in which they were asked for; the first end wins.
+    pub(crate) fn apply_controls(&mut self) {
+        for control in std::mem::take(&mut self.controls) {
+            match control {
+                Control::Cancel { request } => self.end_with_event(request, FinishReason::Cancelled, Detail::Absent),
+                Control::Finish { request, num_tokens, reason } => {
+                    let tracked = &self.requests[request];
+                    if tracked.end.is_none() {
+                        self.counters.num_output_tokens -= tracked.num_output().saturating_sub(num_tokens) as u64;
+                    }
+                    self.end_with_event(request, FinishReason::Stop, reason.map_or(Detail::Absent, Detail::Exactly));
+                }
+            }
+        }
+    }
+
+    /// The step completed: computed tokens count, filled blocks are published, samples are delivered.
+    pub(crate) fn commit(&mut self, tokens: &[i32], errors: &[u8]) {
+        for flying in std::mem::take(&mut self.flight) {
+            if self.requests[flying.request].end.is_some() {
+                continue;
+            }
+            self.requests[flying.request].computed = flying.end;
+            if flying.sample.is_some_and(|sample| errors[sample] != 0) {
+                let table = self.tables.row(flying.row);
+                self.memory.poison(table, flying.start, flying.end);
+                self.end_with_event(flying.request, FinishReason::Error, Detail::Message);
+                continue;
+            }
+            self.publish(flying);
+            if let Some(sample) = flying.sample {
+                self.deliver(flying.request, tokens[sample]);
+            }
+        }
+    }
+
+    fn publish(&mut self, flying: Flying) {
+        let request = &mut self.requests[flying.request];
+        if !self.config.enable_prefix_caching || request.epoch != self.epoch {
+            return;
+        }
+        let block_size = self.config.block_size;
+        let num_full = flying.end / block_size;
+        for column in request.published..num_full {
+            let prefix = request.block_prefix(column, block_size);
+            let block = self.tables.row(flying.row)[column];
+            if let Some(other) = self.cache.publish(prefix, block) {
+                self.tables.set(flying.row, column, other);
+                self.exchanges.push((flying.row, column, other));
+            }
+        }
+        request.published = request.published.max(num_full);
+    }
+
+    fn deliver(&mut self, index: usize, token: i32) {
+        let request = &mut self.requests[index];
+        request.push(token);
+        let (finish, stop_id) = request.finish_with(token, &self.config.eos_token_ids);
+        self.events.push(Event { id: request.id, token, finish, stop_id, detail: Detail::Absent });
+        self.counters.num_output_tokens += 1;
+        if let Some(reason) = finish {
+            self.end(index, reason);
+        }
+    }
+
+    /// The step failed: whatever it touched ends, and what it wrote is garbage.
+    pub(crate) fn fail(&mut self, message: &str) {
+        for flying in std::mem::take(&mut self.flight) {
+            if self.requests[flying.request].end.is_none() {
+                let table = self.tables.row(flying.row);
+                self.memory.poison(table, flying.start, flying.end);
+                let detail = Detail::Exactly(Arc::from(message));
+                self.end_with_event(flying.request, FinishReason::Error, detail);
+            }
+        }
+    }
+
+    /// Ends a request, unless it has ended: each gets one end.
+    pub(crate) fn end_with_event(&mut self, index: usize, reason: FinishReason, detail: Detail) {
+        if self.requests[index].end.is_none() {
+            self.events.push(Event::end(self.requests[index].id, reason, detail));
+            self.end(index, reason);
+        }
+    }
+
+    fn end(&mut self, index: usize, reason: FinishReason) {
+        let request = &mut self.requests[index];
+        assert!(request.end.replace(reason).is_none(), "{:?} ends twice", request.id);
+        if let Some(row) = request.row.take() {
+            self.vacate(row);
+            self.freed.push(row as i32);
+        }
+        self.live.retain(|&other| other != index);
+        *match reason {
+            FinishReason::Stop => &mut self.counters.num_stop_requests,
+            FinishReason::Length => &mut self.counters.num_length_requests,
+            FinishReason::Cancelled => &mut self.counters.num_cancelled_requests,
+            FinishReason::Error => &mut self.counters.num_error_requests,
+        } += 1;
+    }
+
+    pub(crate) fn vacate(&mut self, row: usize) {
+        self.rows[row] = None;
+        self.tables.len[row] = 0;
+    }
+
+    pub(crate) fn reset_cache(&mut self) {
+        self.cache.reset();
+        self.epoch += 1;
+    }
+
+    /// Holders of each block, counted from the tables.
+    pub(crate) fn holders(&self) -> Vec<u32> {
+        let mut holders = vec![0; self.config.num_blocks];
+        for row in 0..self.rows.len() {
+            for &block in self.tables.row(row) {
+                holders[block as usize] += 1;
+            }
+        }
+        holders
+    }
+}

@@ -1,0 +1,454 @@
+//! Every model of the lock-free part, run by loom over all interleavings and all values that Relaxed loads may see.
+//!
+//! Run: `RUSTFLAGS="--cfg loom" cargo test -p cbrs-core --test loom --release`. "all" explores everything; a number is
+//! the bound on preemptions, which `LOOM_MAX_PREEMPTIONS` raises (it never lowers it). loom's `wait_timeout` never
+//! times out, so a lost wake-up is a deadlock, which loom reports. Each model has at least one mutant that it alone is
+//! asked to kill, in `tests/mutants/loom.toml` at the root.
+//!
+//! | model | threads | explores |
+//! |---|---|---|
+//! | `two_producers_of_two_items_at_capacity_one` | 2 producers, consumer | all |
+//! | `two_producers_of_two_items_at_capacity_two` | 2 producers, consumer | all |
+//! | `three_producers_at_capacity_two_within_3_preemptions` | 3 producers, consumer | 3 |
+//! | `two_consumers_never_get_the_same_item` | producer, 2 consumers | all |
+//! | `close_against_push_accepts_or_gives_back` | producer, closer | all |
+//! | `the_last_owner_drops_what_is_left_once` | producer, consumer | all |
+//! | `a_sleeper_never_misses_a_push` | producer, sleeper | all |
+//! | `a_sleeper_gets_the_items_of_two_producers_within_3_preemptions` | 2 producers, sleeper | 3 |
+//! | `a_second_sleeper_does_not_silence_the_first_within_3_preemptions` | waker, 2 sleepers | 3 |
+//! | `close_against_push_and_sleep_ends_the_sleeper_within_3_preemptions` | producer, closer, sleeper | 3 |
+//! | `take_all_against_two_pushers_loses_nothing` | 2 pushers, taker | all |
+//! | `dropping_the_stack_frees_what_was_pushed` | 2 pushers | all |
+//! | `exactly_one_of_two_cancels_is_the_first` | 2 cancellers | all |
+//! | `a_stale_cancel_never_hits_the_next_request` | canceller, engine | all |
+//! | `an_overtaken_acquire_never_takes_a_live_slot` | 2 acquirers | all |
+//! | `a_slot_is_handed_over_with_its_generation` | engine, acquirer | all |
+//! | `the_gate_never_holds_more_requests_than_its_bound` | 2 reservers | all |
+//! | `the_gate_never_holds_more_requests_than_its_bound_within_3_preemptions` | 3 reservers | 3 |
+//! | `the_gate_never_holds_more_tokens_than_its_bound` | 2 reservers | all |
+//! | `a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions` | 2 producers, consumer | 3 |
+#![cfg(loom)]
+
+use std::sync::Arc as StdArc;
+use std::sync::atomic::{AtomicUsize as StdAtomicUsize, Ordering as StdOrdering};
+use std::time::Duration;
+
+use cbrs_core::admission::AdmissionGate;
+use cbrs_core::control::ControlStack;
+use cbrs_core::queue::{PushError, RequestQueue};
+use cbrs_core::slots::SlotTable;
+use cbrs_core::waker::Waker;
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::thread;
+
+/// Explores every interleaving of `model`.
+fn explore_all(model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = None;
+    builder.check(model);
+}
+
+/// Explores the interleavings of `model` with at most `preemptions`, or more if the environment asks for more.
+fn explore_within(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions.max(builder.preemption_bound.unwrap_or(0)));
+    builder.check(model);
+}
+
+/// An item whose content loom watches: reading it without having synchronised with its writer is reported.
+struct Watched(UnsafeCell<usize>);
+
+impl Watched {
+    fn new(value: usize) -> Self {
+        Self(UnsafeCell::new(value))
+    }
+
+    #[expect(unsafe_code, reason = "the cell is loom's race detector")]
+    fn get(&self) -> usize {
+        // SAFETY: the value is never written after `new`; loom checks that `new` happened before.
+        self.0.with(|value| unsafe { *value })
+    }
+}
+
+/// Counts its drops.
+struct Counted(StdArc<StdAtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, StdOrdering::Relaxed);
+    }
+}
+
+/// `num_producers` push `num_items` each, once; the consumer tries `num_pops` pops meanwhile. Afterwards every item has
+/// come out once or was refused, those of one producer in order, and all slots are usable.
+fn producers_against_consumer(num_producers: usize, num_items: usize, num_pops: usize, capacity: usize) {
+    let queue = Arc::new(RequestQueue::new(capacity));
+    let producers: Vec<_> = (0..num_producers)
+        .map(|producer| {
+            let queue = Arc::clone(&queue);
+            thread::spawn(move || {
+                let push = |item: &usize| queue.push(*item).is_err();
+                (0..num_items).map(|i| producer * num_items + i).filter(push).collect::<Vec<_>>()
+            })
+        })
+        .collect();
+    let mut popped: Vec<usize> = (0..num_pops).filter_map(|_| queue.pop()).collect();
+    let refused: Vec<usize> = producers.into_iter().flat_map(|producer| producer.join().unwrap()).collect();
+    assert!(queue.len() <= capacity, "{} items in {capacity} slots", queue.len());
+    assert!(refused.is_empty() || num_producers * num_items > capacity, "{refused:?} refused with room left");
+    popped.extend(std::iter::from_fn(|| queue.pop()));
+
+    for producer in 0..num_producers {
+        let own: Vec<_> = popped.iter().filter(|&&item| item / num_items == producer).collect();
+        assert!(own.is_sorted(), "producer {producer}'s items came out as {own:?}");
+    }
+    let mut all = [popped, refused].concat();
+    all.sort_unstable();
+    assert_eq!(all, (0..num_producers * num_items).collect::<Vec<_>>());
+    for item in 0..capacity {
+        assert_eq!(queue.push(item), Ok(()), "a slot was lost");
+    }
+    assert_eq!(queue.push(0), Err(PushError::Full(0)));
+}
+
+#[test]
+fn two_producers_of_two_items_at_capacity_one() {
+    explore_all(|| producers_against_consumer(2, 2, 2, 1));
+}
+
+#[test]
+fn two_producers_of_two_items_at_capacity_two() {
+    explore_all(|| producers_against_consumer(2, 2, 2, 2));
+}
+
+#[test]
+fn three_producers_at_capacity_two_within_3_preemptions() {
+    explore_within(3, || producers_against_consumer(3, 1, 2, 2));
+}
+
+#[test]
+fn two_consumers_never_get_the_same_item() {
+    explore_all(|| {
+        let queue = Arc::new(RequestQueue::new(1));
+        queue.push(0).unwrap();
+        let consumer = {
+            let queue = Arc::clone(&queue);
+            thread::spawn(move || queue.pop())
+        };
+        let producer = {
+            let queue = Arc::clone(&queue);
+            thread::spawn(move || queue.push(1).err().map(PushError::into_inner))
+        };
+        let mine = queue.pop();
+        let others = [consumer.join().unwrap(), producer.join().unwrap(), queue.pop()];
+        let mut seen: Vec<usize> = others.into_iter().chain([mine]).flatten().collect();
+        seen.sort_unstable();
+        assert_eq!(seen, [0, 1]);
+    });
+}
+
+#[test]
+fn close_against_push_accepts_or_gives_back() {
+    explore_all(|| {
+        let queue = Arc::new(RequestQueue::new(2));
+        let producer = {
+            let queue = Arc::clone(&queue);
+            thread::spawn(move || [queue.push(0), queue.push(1)])
+        };
+        queue.close();
+        assert_eq!(queue.push(9), Err(PushError::Closed(9)));
+        let drained_early = queue.is_drained();
+        let results = producer.join().unwrap();
+        let accepted: Vec<_> = (0..2).filter(|&item| results[item].is_ok()).collect();
+        for (item, result) in results.into_iter().enumerate() {
+            assert!(matches!(result, Ok(()) | Err(PushError::Closed(_))), "{item} was refused as {result:?}");
+        }
+        assert!(!drained_early || accepted.is_empty(), "{accepted:?} came after the queue was drained");
+        assert_eq!(std::iter::from_fn(|| queue.pop()).collect::<Vec<_>>(), accepted);
+        assert!(queue.is_drained());
+    });
+}
+
+#[test]
+fn the_last_owner_drops_what_is_left_once() {
+    explore_all(|| {
+        let num_drops = StdArc::new(StdAtomicUsize::new(0));
+        let queue = Arc::new(RequestQueue::new(2));
+        let producer = {
+            let (queue, num_drops) = (Arc::clone(&queue), StdArc::clone(&num_drops));
+            thread::spawn(move || {
+                for _ in 0..2 {
+                    assert!(queue.push(Counted(StdArc::clone(&num_drops))).is_ok());
+                }
+            })
+        };
+        drop(queue.pop());
+        drop(queue);
+        producer.join().unwrap();
+        assert_eq!(num_drops.load(StdOrdering::Relaxed), 2);
+    });
+}
+
+/// Pops until it has `num_items`, sleeping whenever there is nothing.
+fn pop_sleeping(queue: &RequestQueue<usize>, waker: &Waker, num_items: usize) -> Vec<usize> {
+    let mut popped = Vec::new();
+    while popped.len() < num_items {
+        match queue.pop() {
+            Some(item) => popped.push(item),
+            None => waker.sleep_unless(Duration::from_secs(1), || !queue.is_empty()),
+        }
+    }
+    popped
+}
+
+fn spawn_push_and_wake(queue: &Arc<RequestQueue<usize>>, waker: &Arc<Waker>, item: usize) -> thread::JoinHandle<bool> {
+    let (queue, waker) = (Arc::clone(queue), Arc::clone(waker));
+    thread::spawn(move || {
+        let accepted = queue.push(item).is_ok();
+        if accepted {
+            waker.wake();
+        }
+        accepted
+    })
+}
+
+#[test]
+fn a_sleeper_never_misses_a_push() {
+    explore_all(|| {
+        let (queue, waker) = (Arc::new(RequestQueue::new(1)), Arc::new(Waker::new()));
+        let producer = spawn_push_and_wake(&queue, &waker, 7);
+        assert_eq!(pop_sleeping(&queue, &waker, 1), [7]);
+        assert!(producer.join().unwrap());
+    });
+}
+
+#[test]
+fn a_sleeper_gets_the_items_of_two_producers_within_3_preemptions() {
+    explore_within(3, || {
+        let (queue, waker) = (Arc::new(RequestQueue::new(2)), Arc::new(Waker::new()));
+        let producers = [0, 1].map(|item| spawn_push_and_wake(&queue, &waker, item));
+        let mut popped = pop_sleeping(&queue, &waker, 2);
+        popped.sort_unstable();
+        assert_eq!(popped, [0, 1]);
+        assert!(producers.into_iter().all(|producer| producer.join().unwrap()));
+    });
+}
+
+#[test]
+fn a_second_sleeper_does_not_silence_the_first_within_3_preemptions() {
+    explore_within(3, || {
+        let (queue, waker) = (Arc::new(RequestQueue::new(1)), Arc::new(Waker::new()));
+        let second = {
+            let waker = Arc::clone(&waker);
+            thread::spawn(move || waker.sleep_unless(Duration::from_secs(1), || true))
+        };
+        let producer = spawn_push_and_wake(&queue, &waker, 7);
+        assert_eq!(pop_sleeping(&queue, &waker, 1), [7]);
+        second.join().unwrap();
+        assert!(producer.join().unwrap());
+    });
+}
+
+#[test]
+fn close_against_push_and_sleep_ends_the_sleeper_within_3_preemptions() {
+    explore_within(3, || {
+        let (queue, waker) = (Arc::new(RequestQueue::new(1)), Arc::new(Waker::new()));
+        let producer = spawn_push_and_wake(&queue, &waker, 7);
+        let closer = {
+            let (queue, waker) = (Arc::clone(&queue), Arc::clone(&waker));
+            thread::spawn(move || {
+                queue.close();
+                waker.wake();
+            })
+        };
+        let mut num_popped = 0;
+        while !queue.is_drained() {
+            match queue.pop() {
+                Some(_) => num_popped += 1,
+                None => waker.sleep_unless(Duration::from_secs(1), || !queue.is_empty() || queue.is_drained()),
+            }
+        }
+        closer.join().unwrap();
+        assert_eq!(num_popped, usize::from(producer.join().unwrap()));
+    });
+}
+
+#[test]
+fn take_all_against_two_pushers_loses_nothing() {
+    explore_all(|| {
+        let stack = Arc::new(ControlStack::new());
+        let pushers = [vec![1, 2], vec![3]].map(|items| {
+            let stack = Arc::clone(&stack);
+            thread::spawn(move || items.into_iter().for_each(|item| stack.push(Watched::new(item))))
+        });
+        let mut taken: Vec<usize> = stack.take_all().map(|item| item.get()).collect();
+        for pusher in pushers {
+            pusher.join().unwrap();
+        }
+        taken.extend(stack.take_all().map(|item| item.get()));
+        let own: Vec<_> = taken.iter().copied().filter(|item| *item <= 2).collect();
+        assert_eq!(own, [1, 2], "items of one pusher came out of order");
+        taken.sort_unstable();
+        assert_eq!(taken, [1, 2, 3]);
+    });
+}
+
+#[test]
+fn dropping_the_stack_frees_what_was_pushed() {
+    explore_all(|| {
+        let num_drops = StdArc::new(StdAtomicUsize::new(0));
+        let stack = Arc::new(ControlStack::new());
+        let pusher = {
+            let (stack, num_drops) = (Arc::clone(&stack), StdArc::clone(&num_drops));
+            thread::spawn(move || stack.push(Counted(num_drops)))
+        };
+        stack.push(Counted(StdArc::clone(&num_drops)));
+        drop(stack);
+        pusher.join().unwrap();
+        assert_eq!(num_drops.load(StdOrdering::Relaxed), 2);
+    });
+}
+
+#[test]
+fn exactly_one_of_two_cancels_is_the_first() {
+    explore_all(|| {
+        let table = Arc::new(SlotTable::new(1));
+        let id = table.acquire().unwrap();
+        let canceller = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.request_cancel(id))
+        };
+        let mine = table.request_cancel(id);
+        assert!(mine ^ canceller.join().unwrap());
+        assert!(table.is_live(id));
+        table.release(id);
+        assert!(!table.is_live(id));
+    });
+}
+
+#[test]
+fn a_stale_cancel_never_hits_the_next_request() {
+    explore_all(|| {
+        let table = Arc::new(SlotTable::new(1));
+        let id = table.acquire().unwrap();
+        let canceller = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || [table.request_cancel(id), table.request_cancel(id)])
+        };
+        table.release(id);
+        let next = table.acquire().unwrap();
+        assert_eq!(next.slot(), id.slot());
+        assert!(table.request_cancel(next), "the next request was cancelled by the id of the one before");
+        assert!(!canceller.join().unwrap()[1], "the second cancel reported itself as the first");
+        table.release(next);
+        assert_eq!(table.num_free(), 1);
+    });
+}
+
+#[test]
+fn an_overtaken_acquire_never_takes_a_live_slot() {
+    explore_all(|| {
+        let table = Arc::new(SlotTable::new(2));
+        let other = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || [table.acquire(), table.acquire()])
+        };
+        let first = table.acquire();
+        let second = table.acquire();
+        if let Some(id) = first {
+            table.release(id);
+        }
+        let ids: Vec<_> = other.join().unwrap().into_iter().chain([second, table.acquire()]).flatten().collect();
+        let mut slots: Vec<_> = ids.iter().map(|id| id.slot()).collect();
+        slots.sort_unstable();
+        assert_eq!(slots, [0, 1], "{ids:?} are live together");
+        assert!(ids.iter().all(|&id| table.is_live(id)));
+    });
+}
+
+#[test]
+fn a_slot_is_handed_over_with_its_generation() {
+    explore_all(|| {
+        let table = Arc::new(SlotTable::new(1));
+        let id = table.acquire().unwrap();
+        let acquirer = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.acquire())
+        };
+        table.release(id);
+        let next = acquirer.join().unwrap().or_else(|| table.acquire()).expect("the slot was given back");
+        assert_eq!((next.slot(), next.generation()), (0, 2));
+        assert!(table.is_live(next) && !table.is_live(id));
+    });
+}
+
+/// `num_threads` reserve, hold and release; never more than `max_holders` hold at the same time, and nothing is left.
+fn reservers_against_gate(gate: AdmissionGate, num_threads: usize, num_tokens: u64, max_holders: usize) {
+    let gate = Arc::new(gate);
+    let num_holders = StdArc::new(StdAtomicUsize::new(0));
+    let reserve_and_release = move |gate: &AdmissionGate, num_holders: &StdAtomicUsize| {
+        let accepted = gate.reserve(num_tokens).is_ok();
+        if accepted {
+            let before = num_holders.fetch_add(1, StdOrdering::Relaxed);
+            assert!(before < max_holders, "{} hold a reservation", before + 1);
+            let (requests, tokens) = (gate.queued_requests(), gate.queued_tokens());
+            assert!(requests <= max_holders && tokens <= max_holders as u64 * num_tokens);
+            num_holders.fetch_sub(1, StdOrdering::Relaxed);
+            gate.release(num_tokens);
+        }
+        accepted
+    };
+    let reservers: Vec<_> = (1..num_threads)
+        .map(|_| {
+            let (gate, num_holders) = (Arc::clone(&gate), StdArc::clone(&num_holders));
+            thread::spawn(move || reserve_and_release(&gate, &num_holders))
+        })
+        .collect();
+    let mut num_accepted = usize::from(reserve_and_release(&gate, &num_holders));
+    for reserver in reservers {
+        num_accepted += usize::from(reserver.join().unwrap());
+    }
+    assert!(num_accepted >= max_holders.min(num_threads), "only {num_accepted} were let in");
+    assert_eq!((gate.queued_requests(), gate.queued_tokens()), (0, 0));
+}
+
+#[test]
+fn the_gate_never_holds_more_requests_than_its_bound() {
+    explore_all(|| reservers_against_gate(AdmissionGate::new(1, None), 2, 1, 1));
+}
+
+#[test]
+fn the_gate_never_holds_more_requests_than_its_bound_within_3_preemptions() {
+    explore_within(3, || reservers_against_gate(AdmissionGate::new(2, None), 3, 1, 2));
+}
+
+#[test]
+fn the_gate_never_holds_more_tokens_than_its_bound() {
+    explore_all(|| reservers_against_gate(AdmissionGate::new(9, Some(3)), 2, 2, 1));
+}
+
+#[test]
+fn a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions() {
+    explore_within(3, || {
+        let gate = Arc::new(AdmissionGate::new(1, None));
+        let queue = Arc::new(RequestQueue::new(1));
+        let producers = [0, 1].map(|item| {
+            let (gate, queue) = (Arc::clone(&gate), Arc::clone(&queue));
+            thread::spawn(move || {
+                gate.reserve(1).is_ok() && queue.push(item).map_or_else(|e| panic!("{e:?}"), |()| true)
+            })
+        });
+        let mut num_popped = 0;
+        for _ in 0..2 {
+            if queue.pop().is_some() {
+                gate.release(1);
+                num_popped += 1;
+            }
+        }
+        let num_accepted =
+            producers.into_iter().filter(|_| true).map(|p| usize::from(p.join().unwrap())).sum::<usize>();
+        num_popped += std::iter::from_fn(|| queue.pop()).count();
+        assert_eq!(num_popped, num_accepted);
+    });
+}

@@ -1,0 +1,41 @@
+//! CPU kernels of cbrs: writing keys and values into the paged KV cache, and attention over it.
+//!
+//! One call does one layer of one whole batch. The batch is given as the flat arrays that the scheduler
+//! makes (`slot_mapping`, `query_start`, `seq_lens`, `row_ids`, `block_tables`); the crate knows no request.
+//!
+//! | module | owns |
+//! | --- | --- |
+//! | [`layout`] | the shape of a cache and every index computed from it |
+//! | [`kv_write`] | copying new keys and values to their slots |
+//! | [`attention`] | checking a batch and cutting it into work items |
+//! | `tile`, `rows` | one work item, and its inner loops, generic over the instruction set |
+//! | `simd` | the few vector operations those loops need, per instruction set |
+//! | [`dispatch`] | which instruction set runs, found at run time |
+//! | [`pool`] | the threads; they sleep while there is no work |
+//! | [`reference`](mod@reference) | the meaning of attention as scalar code, which the fast one is tested against |
+//!
+//! Invariants:
+//! 1. Every shape and every index is verified before the first read or write. A bad argument is an [`Error`]
+//!    and changes nothing.
+//! 2. The result of a sequence depends on its own queries and cache content only. Keys are reduced in tiles of
+//!    64 positions counted from position 0, in ascending order, with the same arithmetic for each query row; so neither
+//!    neighbours, threads, block size, the place of its blocks, nor the chunks in which a prompt was computed change a bit of it.
+//! 3. A query at position `i` reads exactly the slots of positions `0..=i`, or of the last `window` of them.
+
+pub mod attention;
+pub mod bf16;
+pub mod dispatch;
+mod error;
+pub mod kv_write;
+pub mod layout;
+pub mod pool;
+pub mod reference;
+mod rows;
+mod simd;
+mod tile;
+
+pub use attention::{AttentionArgs, BatchIndex};
+pub use dispatch::{Isa, Kernels};
+pub use error::{Error, Result};
+pub use kv_write::WriteArgs;
+pub use layout::{CacheLayout, CacheMut, CacheRef};

@@ -1,0 +1,187 @@
+//! Turns the bytes of a tensor into float32 or bfloat16, on several threads for large ones.
+//!
+//! Invariants:
+//!
+//! 1. Every element of the output is written exactly once; the result does not depend on the number
+//!    of threads.
+//! 2. Threads live only inside one call (scoped): no pool is kept, so several engines and forked
+//!    processes do not meet here.
+
+use std::num::NonZero;
+use std::thread;
+
+use half::{bf16, f16};
+
+use crate::Encoding;
+use crate::blocks;
+
+/// The fewest elements that are worth a thread of their own.
+const MIN_ELEMENTS_PER_THREAD: usize = 1 << 18;
+/// More threads than this only wait for memory.
+const MAX_THREADS: usize = 8;
+
+/// An element of the output: `f32`, or the bits of a bfloat16 as `u16`.
+pub(crate) trait Element: Copy + Default + Send {
+    /// Rounds a float32 to this type (to nearest, ties to even).
+    fn from_f32(value: f32) -> Self;
+}
+
+impl Element for f32 {
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for u16 {
+    fn from_f32(value: f32) -> Self {
+        // Without a branch, so that whole blocks are rounded at once. The addition carries into the kept
+        // half exactly when the lost half is more than a tie, or a tie above an odd number.
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet_nan = (bits >> 16) | 0x40;
+        (if value.is_nan() { quiet_nan } else { rounded }) as u16
+    }
+}
+
+/// Which stored row becomes which row of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// The rows are stored as they are used.
+    AsStored,
+    /// Within each head of `head_rows` rows, the two halves of the rotary pairs are interleaved; the
+    /// output has the first halves first.
+    Interleaved {
+        /// Rows of one head; even.
+        head_rows: usize,
+    },
+}
+
+impl RowOrder {
+    fn stored_row(self, row: usize) -> usize {
+        match self {
+            Self::AsStored => row,
+            Self::Interleaved { head_rows } => {
+                let (head, row) = (row / head_rows, row % head_rows);
+                let half = head_rows / 2;
+                head * head_rows + 2 * (row % half) + row / half
+            }
+        }
+    }
+}
+
+/// Decodes `bytes`, which hold `elements` numbers in rows of `row_elements`.
+///
+/// The caller has checked that `bytes` is exactly what [`Encoding::byte_len`] asks for.
+pub(crate) fn decode<T: Element>(
+    encoding: Encoding,
+    bytes: &[u8],
+    elements: usize,
+    row_elements: usize,
+    order: RowOrder,
+) -> Vec<T> {
+    let mut values = vec![T::default(); elements];
+    if elements == 0 {
+        return values;
+    }
+    let rows = elements / row_elements;
+    let threads = thread::available_parallelism()
+        .map_or(1, NonZero::get)
+        .min(MAX_THREADS)
+        .min(elements / MIN_ELEMENTS_PER_THREAD)
+        .clamp(1, rows);
+    let job = Rows { encoding, bytes, row_bytes: bytes.len() / rows, row_elements, order };
+    let rows_per_thread = rows.div_ceil(threads);
+    thread::scope(|scope| {
+        let mut chunks = values.chunks_mut(rows_per_thread * row_elements).enumerate();
+        // The calling thread takes the first chunk itself.
+        let first = chunks.next();
+        for (chunk, values) in chunks {
+            scope.spawn(move || job.decode(chunk * rows_per_thread, values));
+        }
+        if let Some((_, values)) = first {
+            job.decode(0, values);
+        }
+    });
+    values
+}
+
+/// The stored rows of one tensor.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    encoding: Encoding,
+    bytes: &'a [u8],
+    row_bytes: usize,
+    row_elements: usize,
+    order: RowOrder,
+}
+
+impl Rows<'_> {
+    /// Decodes the output rows from `first_row` on into `values`.
+    fn decode<T: Element>(&self, first_row: usize, values: &mut [T]) {
+        if self.order == RowOrder::AsStored {
+            let begin = first_row * self.row_bytes;
+            let length = values.len() / self.row_elements * self.row_bytes;
+            decode_run(self.encoding, &self.bytes[begin..begin + length], values);
+            return;
+        }
+        for (row, values) in values.chunks_exact_mut(self.row_elements).enumerate() {
+            let begin = self.order.stored_row(first_row + row) * self.row_bytes;
+            decode_run(self.encoding, &self.bytes[begin..begin + self.row_bytes], values);
+        }
+    }
+}
+
+/// Decodes consecutive blocks.
+fn decode_run<T: Element>(encoding: Encoding, bytes: &[u8], values: &mut [T]) {
+    match encoding {
+        Encoding::F32 => numbers(bytes, values, f32::from_le_bytes),
+        Encoding::F16 => numbers(bytes, values, |bytes| f16::from_le_bytes(bytes).to_f32()),
+        Encoding::BF16 => numbers(bytes, values, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+        Encoding::Q4_0 => quantised::<T, 32>(encoding, bytes, values, blocks::q4_0),
+        Encoding::Q4_1 => quantised::<T, 32>(encoding, bytes, values, blocks::q4_1),
+        Encoding::Q5_0 => quantised::<T, 32>(encoding, bytes, values, blocks::q5_0),
+        Encoding::Q5_1 => quantised::<T, 32>(encoding, bytes, values, blocks::q5_1),
+        Encoding::Q8_0 => quantised::<T, 32>(encoding, bytes, values, blocks::q8_0),
+        Encoding::Q4_K => quantised::<T, 256>(encoding, bytes, values, blocks::q4_k),
+        Encoding::Q5_K => quantised::<T, 256>(encoding, bytes, values, blocks::q5_k),
+        Encoding::Q6_K => quantised::<T, 256>(encoding, bytes, values, blocks::q6_k),
+    }
+}
+
+fn numbers<T: Element, const BYTES: usize>(bytes: &[u8], values: &mut [T], to_f32: impl Fn([u8; BYTES]) -> f32) {
+    let (stored, _) = bytes.as_chunks::<BYTES>();
+    for (value, &stored) in values.iter_mut().zip(stored) {
+        *value = T::from_f32(to_f32(stored));
+    }
+}
+
+fn quantised<T: Element, const ELEMENTS: usize>(
+    encoding: Encoding,
+    bytes: &[u8],
+    values: &mut [T],
+    decode_block: impl Fn(&[u8], &mut [f32]),
+) {
+    let mut decoded = [0.0; ELEMENTS];
+    let blocks = bytes.chunks_exact(encoding.block_bytes());
+    for (values, block) in values.chunks_exact_mut(ELEMENTS).zip(blocks) {
+        decode_block(block, &mut decoded);
+        for (value, &decoded) in values.iter_mut().zip(&decoded) {
+            *value = T::from_f32(decoded);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_to_bfloat16_is_to_nearest_even_for_all_upper_halves() {
+        for upper in 0..=u16::MAX {
+            for lower in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let value = f32::from_bits(u32::from(upper) << 16 | lower);
+                assert_eq!(u16::from_f32(value), bf16::from_f32(value).to_bits(), "{value:e}");
+            }
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! The only PyO3 code of cbrs: classes, exceptions and array hand-over; no logic.
+
+mod arrays;
+mod batch;
+mod config;
+mod cpu;
+mod errors;
+mod loading;
+mod scheduler;
+mod text;
+
+use pyo3::prelude::*;
+
+/// Native module of cbrs; import it through the package.
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use crate::batch::{Batch, StepOutput, StepResult};
+    #[pymodule_export]
+    use crate::config::SchedulerConfig;
+    #[pymodule_export]
+    use crate::errors::{
+        CbrsError, DeadlineExceededError, EngineClosedError, EngineDeadError, ModelLoadError, OverloadedError,
+    };
+    #[pymodule_export]
+    use crate::cpu::{CpuKernels, cpu_features};
+    #[pymodule_export]
+    use crate::loading::{GgufFile, SafetensorsCheckpoint};
+    #[pymodule_export]
+    use crate::scheduler::Scheduler;
+    #[pymodule_export]
+    use crate::text::{FinishedRequest, IncrementalDetokenizer, OutputProcessor, Tokenizer};
+
+    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let py = module.py();
+        module.add("InvalidRequestError", crate::errors::invalid_request_class(py)?)?;
+        module.add("PromptTooLongError", crate::errors::prompt_too_long_class(py)?)?;
+        module.add("StepError", crate::errors::step_error_class(py)?)?;
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

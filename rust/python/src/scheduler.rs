@@ -1,0 +1,337 @@
+//! `Scheduler` as a Python class: locks, the GIL, the clock and waiting; every decision is the core's.
+//!
+//! 1. Submitting, cancelling and reading statistics never take the lock that a step holds.
+//! 2. A short step keeps the GIL; a long one, and every wait, gives it up. Nobody waits for the GIL while holding the lock.
+//! 3. After a panic in the core every call raises `EngineDeadError`.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use cbrs_core::{Error, OutputSink, RequestId, RequestSpec, SamplingSpec, Submitter};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+use crate::arrays::{integer, token_ids};
+use crate::batch::{Batch, StepResult};
+use crate::config::SchedulerConfig;
+use crate::errors::{EngineDeadError, step_error, to_py};
+
+/// Steps estimated above this many elementary operations (about 100 microseconds) run without the GIL.
+const MAX_WORK_WITH_GIL: usize = 4096;
+/// Longest wait between two looks at pending signals.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Parameters that `submit` will know in a later version; giving one a value is an error until then.
+const LATER_PARAMETERS: [&str; 16] = [
+    "n",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "bad_words",
+    "priority",
+    "ttft_deadline_ms",
+    "deadline_ms",
+    "target_itl_ms",
+    "cache_key_extra",
+    "truncate_prompt_tokens",
+    "draft_token_ids",
+];
+
+/// Decides which tokens of which requests run together, once per iteration.
+///
+/// `submit`, `cancel`, `finish`, `close` and `stats` may be called from any thread, `step` and `fail` from one at a time.
+#[pyclass(frozen, module = "cbrs", weakref)]
+pub(crate) struct Scheduler {
+    core: Mutex<cbrs_core::Scheduler>,
+    submitter: Submitter,
+    config: Py<SchedulerConfig>,
+    is_stepping: AtomicBool,
+    clock: Clock,
+}
+
+enum Clock {
+    Monotonic(Instant),
+    Manual(AtomicU64),
+}
+
+/// Marks that a step is running, until dropped.
+struct Stepping<'a>(&'a AtomicBool);
+
+impl Drop for Stepping<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// The result given to one call of `step`.
+enum GivenResult<'py> {
+    None,
+    Tokens(Vec<i32>),
+    Full(Bound<'py, StepResult>),
+}
+
+impl GivenResult<'_> {
+    fn as_core(&self) -> Option<cbrs_core::StepResult<'_>> {
+        match self {
+            Self::None => None,
+            Self::Tokens(token_ids) => Some(cbrs_core::StepResult { token_ids, ..Default::default() }),
+            Self::Full(result) => Some(result.get().as_core()),
+        }
+    }
+}
+
+impl Scheduler {
+    /// The face towards other threads.
+    pub(crate) fn submitter(&self) -> Submitter {
+        self.submitter.clone()
+    }
+
+    /// Time on the scheduler's clock.
+    pub(crate) fn now_ns(&self) -> u64 {
+        match &self.clock {
+            Clock::Monotonic(start) => start.elapsed().as_nanos() as u64,
+            Clock::Manual(time) => time.load(Ordering::Acquire),
+        }
+    }
+
+    /// Sends what later steps have to tell to `sink` as well.
+    pub(crate) fn attach_sink(&self, sink: Box<dyn OutputSink>) -> PyResult<()> {
+        self.lock()?.set_output_sink(Some(sink));
+        Ok(())
+    }
+
+    fn lock(&self) -> PyResult<MutexGuard<'_, cbrs_core::Scheduler>> {
+        self.core.lock().map_err(|_| EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one"))
+    }
+
+    fn begin_step(&self, py: Python<'_>) -> PyResult<Stepping<'_>> {
+        if self.is_stepping.swap(true, Ordering::AcqRel) {
+            return Err(step_error(py, "another thread is in step(); one thread at a time may drive a scheduler"));
+        }
+        Ok(Stepping(&self.is_stepping))
+    }
+
+    fn run_step(&self, py: Python<'_>, result: &GivenResult<'_>) -> PyResult<()> {
+        let mut core = self.lock()?;
+        let result = result.as_core();
+        if core.estimated_work() <= MAX_WORK_WITH_GIL {
+            return core.step(result.as_ref(), self.now_ns()).map_err(|error| to_py(&error));
+        }
+        drop(core);
+        py.detach(|| {
+            let mut core = self.core.lock().map_err(|_| None)?;
+            core.step(result.as_ref(), self.now_ns()).map_err(Some)
+        })
+        .map_err(|error: Option<Error>| match error {
+            Some(error) => to_py(&error),
+            None => EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one"),
+        })
+    }
+}
+
+#[pymethods]
+impl Scheduler {
+    #[new]
+    fn new(config: Py<SchedulerConfig>) -> PyResult<Self> {
+        let core = cbrs_core::Scheduler::new(config.get().core.clone()).map_err(|error| to_py(&error))?;
+        let clock = if config.get().is_manual_clock {
+            Clock::Manual(AtomicU64::new(0))
+        } else {
+            Clock::Monotonic(Instant::now())
+        };
+        Ok(Self { submitter: core.submitter(), core: Mutex::new(core), config, is_stepping: AtomicBool::new(false), clock })
+    }
+
+    /// The effective configuration.
+    #[getter]
+    fn config(&self, py: Python<'_>) -> Py<SchedulerConfig> {
+        self.config.clone_ref(py)
+    }
+
+    /// Queues a request and returns its id. Any thread; never waits.
+    ///
+    /// `prompt_token_ids` is an int32 array (fastest) or any sequence of integers. An absent `max_tokens` means what fits `max_model_len`.
+    /// Raises `InvalidRequestError`, `PromptTooLongError`, `OverloadedError` or `EngineClosedError`; nothing is queued then.
+    #[pyo3(signature = (prompt_token_ids, max_tokens=None, stop_token_ids=None, ignore_eos=false, tenant=None, cache_salt=None,
+        *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=None, **later))]
+    #[allow(clippy::too_many_arguments)] // the keyword arguments of the Python method
+    fn submit(
+        &self,
+        prompt_token_ids: &Bound<'_, PyAny>,
+        max_tokens: Option<&Bound<'_, PyAny>>,
+        stop_token_ids: Option<&Bound<'_, PyAny>>,
+        ignore_eos: bool,
+        tenant: Option<&str>,
+        cache_salt: Option<&str>,
+        temperature: f64,
+        top_k: Option<&Bound<'_, PyAny>>,
+        top_p: f64,
+        min_p: f64,
+        seed: Option<&Bound<'_, PyAny>>,
+        later: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<u64> {
+        refuse_later_parameters(later)?;
+        let spec = RequestSpec {
+            prompt_token_ids: token_ids(prompt_token_ids, "prompt_token_ids")?,
+            max_tokens: max_tokens.map(positive_max_tokens).transpose()?,
+            stop_token_ids: stop_token_ids.map(|ids| token_ids(ids, "stop_token_ids")).transpose()?.unwrap_or_default(),
+            ignore_eos,
+            tenant: tenant.map(Arc::from),
+            cache_salt: cache_salt.map(Arc::from),
+            sampling: sampling_spec(temperature, top_k, top_p, min_p, seed)?,
+        };
+        let id = self.submitter.submit(spec).map_err(|error| to_py(&error))?;
+        Ok(id.as_u64())
+    }
+
+    /// Commits the result of the last batch and plans the next, in one call.
+    ///
+    /// `result` is an int32 array (or sequence) with one token per entry of the last batch's `sample_index`, or a `StepResult`; None if that
+    /// batch had no samples. Returns the new batch, with `num_seqs == 0` if nothing can run. With `block=True` it then waits until
+    /// there is something to run or to report; signals are handled at least every 100 ms.
+    ///
+    /// Raises `StepError` if the result does not fit the batch in flight (nothing changed), `EngineClosedError` after `close()`.
+    #[pyo3(signature = (result=None, block=false))]
+    fn step(slf: &Bound<'_, Self>, result: Option<&Bound<'_, PyAny>>, block: bool) -> PyResult<Batch> {
+        let py = slf.py();
+        let this = slf.get();
+        let _stepping = this.begin_step(py)?;
+        let mut given = match result {
+            None => GivenResult::None,
+            Some(result) => match result.cast::<StepResult>() {
+                Ok(result) => GivenResult::Full(result.clone()),
+                Err(_) => GivenResult::Tokens(token_ids(result, "result")?),
+            },
+        };
+        loop {
+            this.run_step(py, &given)?;
+            let core = this.lock()?;
+            if !block || core.batch().num_seqs() > 0 || !core.output().is_empty() {
+                return Batch::new(py, &core, slf.clone().unbind());
+            }
+            drop(core);
+            py.detach(|| this.submitter.wait_for_news(SIGNAL_INTERVAL));
+            py.check_signals()?;
+            given = GivenResult::None;
+        }
+    }
+
+    /// Fails what the batch in flight touched: those requests end with `message` as their error, and nothing of the step is kept.
+    ///
+    /// Raises `StepError` if `step_id` is not the batch in flight.
+    fn fail(&self, step_id: u64, message: &str) -> PyResult<()> {
+        self.lock()?.fail(step_id, message).map_err(|error| to_py(&error))
+    }
+
+    /// Asks for the end of a request; its last event is `cancelled` unless it ends otherwise first. Any thread; O(1).
+    ///
+    /// Returns whether this was the first cancel of a live request; any other number does nothing.
+    fn cancel(&self, request_id: u64) -> bool {
+        self.submitter.cancel(RequestId::from_u64(request_id))
+    }
+
+    /// Ends a choice as `stop` after its first `num_tokens` output tokens, e.g. at a stop string; later tokens are dropped. Any thread.
+    ///
+    /// Returns whether the request was live; any other number does nothing.
+    #[pyo3(signature = (request_id, choice, num_tokens, stop_reason=None))]
+    fn finish(
+        &self,
+        request_id: u64,
+        choice: i32,
+        num_tokens: u32,
+        stop_reason: Option<&Bound<'_, PyString>>,
+    ) -> PyResult<bool> {
+        let stop_reason = stop_reason.map(|text| text.to_str().map(Arc::from)).transpose()?;
+        Ok(self.submitter.finish(RequestId::from_u64(request_id), choice, num_tokens, stop_reason))
+    }
+
+    /// Sets the time of the following steps; only with `clock="manual"`.
+    fn set_time_ns(&self, time_ns: u64) -> PyResult<()> {
+        match &self.clock {
+            Clock::Manual(time) => {
+                time.store(time_ns, Ordering::Release);
+                Ok(())
+            }
+            Clock::Monotonic(_) => Err(PyValueError::new_err("set_time_ns needs SchedulerConfig(clock=\"manual\")")),
+        }
+    }
+
+    /// Time on the scheduler's clock: nanoseconds since its construction, or what `set_time_ns` said.
+    fn time_ns(&self) -> u64 {
+        self.now_ns()
+    }
+
+    /// Refuses further requests; the next `step` ends every live one as `cancelled`, later ones raise `EngineClosedError`.
+    fn close(&self) {
+        self.submitter.close();
+    }
+
+    /// Counters and gauges by name. Never waits for a step.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let dict = PyDict::new(py);
+        for (name, value) in self.submitter.stats().entries() {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Forgets every cached prefix; running sequences go on, but publish nothing more.
+    fn reset_prefix_cache(&self) -> PyResult<()> {
+        self.lock()?.reset_prefix_cache();
+        Ok(())
+    }
+
+    /// Checks every invariant of scheduler and block pool; a broken one raises `PanicException`. For tests: O(blocks + requests).
+    fn check_invariants(&self) -> PyResult<()> {
+        self.lock()?.check_invariants();
+        Ok(())
+    }
+}
+
+fn refuse_later_parameters(later: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    for (key, value) in later.into_iter().flat_map(|later| later.iter()) {
+        let key = key.cast::<PyString>()?.to_str()?.to_owned();
+        match LATER_PARAMETERS.iter().find(|&&name| name == key) {
+            Some(&name) if !value.is_none() => return Err(to_py(&Error::Unsupported { name })),
+            Some(_) => {}
+            None => return Err(PyTypeError::new_err(format!("submit() got an unexpected keyword argument '{key}'"))),
+        }
+    }
+    Ok(())
+}
+
+/// Reads `max_tokens`; what is below 1 is refused by the core, which knows 0 as such.
+pub(crate) fn positive_max_tokens(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let value = integer(value, "max_tokens")?;
+    u64::try_from(value).map_err(|_| {
+        to_py(&Error::InvalidParameter { name: "max_tokens", value: value as f64, expected: ">= 1" })
+    })
+}
+
+/// Reads the sampling parameters; the core checks them.
+pub(crate) fn sampling_spec(
+    temperature: f64,
+    top_k: Option<&Bound<'_, PyAny>>,
+    top_p: f64,
+    min_p: f64,
+    seed: Option<&Bound<'_, PyAny>>,
+) -> PyResult<SamplingSpec> {
+    let top_k = top_k.map_or(Ok(0), |top_k| integer(top_k, "top_k"))?;
+    // A top_k beyond int32 keeps everything, as one beyond the vocabulary does; one below -1 stays wrong.
+    let top_k = top_k.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
+    // Any 64-bit seed, signed or not.
+    let seed = seed.map(|seed| seed.extract::<u64>().or_else(|_| Ok::<_, PyErr>(integer(seed, "seed")? as u64)));
+    Ok(SamplingSpec {
+        temperature: temperature as f32,
+        top_k,
+        top_p: top_p as f32,
+        min_p: min_p as f32,
+        seed: seed.transpose()?,
+    })
+}

@@ -1,0 +1,259 @@
+//! Chat templates: the Jinja source of a checkpoint, rendered in a sandbox with bounds.
+//!
+//! 1. A template reads what it is given and the date, nothing else: it has no files, no other templates, no network.
+//! 2. Work, memory, output, time and depth are bounded; a template that exceeds a bound ends in an error.
+//! 3. Variables that a request brings can add names, never replace those of the engine.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::{self, Write};
+use std::time::{Duration, Instant, SystemTime};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{Environment, ErrorKind, State, Value};
+
+use cbrs_core::{Error, Result};
+
+use crate::strftime::strftime;
+use crate::tojson::tojson;
+
+/// Bounds on one template.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TemplateLimits {
+    /// Bytes of template source.
+    pub max_source_bytes: usize,
+    /// Work and memory: one unit is an instruction, or 64 bytes of data that the template makes.
+    pub fuel: u64,
+    /// Bytes of rendered text.
+    pub max_output_bytes: usize,
+    /// Time of one rendering.
+    pub max_time: Duration,
+}
+
+impl Default for TemplateLimits {
+    /// 1 MiB of source, 400,000 units (at most 25 MiB of data), 4 MiB of text, 200 ms.
+    fn default() -> Self {
+        Self {
+            max_source_bytes: 1 << 20,
+            fuel: 400_000,
+            max_output_bytes: 4 << 20,
+            max_time: Duration::from_millis(200),
+        }
+    }
+}
+
+/// Nesting of blocks and macro calls.
+const MAX_DEPTH: usize = 100;
+/// Nesting of lists and maps.
+const MAX_VALUE_DEPTH: usize = 64;
+const NAME: &str = "chat template";
+/// Variables that only the engine sets.
+const RESERVED: [&str; 7] =
+    ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "loop"];
+
+/// What one rendering is about.
+#[derive(Debug, Clone, Default)]
+pub struct ChatRequest {
+    /// List of messages: maps with `role` and `content`.
+    pub messages: Value,
+    /// List of tool descriptions; undefined = none.
+    pub tools: Value,
+    /// End the text where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// Further variables of the template, e.g. `enable_thinking`.
+    pub extra: BTreeMap<String, Value>,
+}
+
+impl ChatRequest {
+    /// Reads messages, and optionally tools, from JSON.
+    ///
+    /// # Errors
+    /// `ChatTemplate` if one of them is not JSON.
+    pub fn from_json(messages: &str, tools: Option<&str>, add_generation_prompt: bool) -> Result<Self> {
+        let tools = tools.map(|tools| read_json("tools", tools)).transpose()?;
+        Ok(Self {
+            messages: read_json("messages", messages)?,
+            tools: tools.unwrap_or_default(),
+            add_generation_prompt,
+            extra: BTreeMap::new(),
+        })
+    }
+
+    fn validate(&self, environment: &Environment<'_>) -> Result<()> {
+        if self.messages.kind() != ValueKind::Seq {
+            return Err(refused(format!("messages must be a list, not a {}", self.messages.kind())));
+        }
+        for (index, message) in self.messages.try_iter().map_err(|error| explain(&error))?.enumerate() {
+            validate_message(index, &message)?;
+        }
+        let is_taken = |name: &str| {
+            RESERVED.contains(&name) || environment.globals().any(|(global, _)| global == name)
+        };
+        match self.extra.keys().find(|name| is_taken(name)) {
+            Some(name) => Err(refused(format!("the variable {name:?} is set by the engine; choose another name"))),
+            None => Ok(()),
+        }
+    }
+}
+
+fn read_json(what: &str, json: &str) -> Result<Value> {
+    serde_json::from_str(json).map_err(|error| refused(format!("{what} cannot be read: {error}")))
+}
+
+fn validate_message(index: usize, message: &Value) -> Result<()> {
+    if message.kind() != ValueKind::Map {
+        return Err(refused(format!("messages[{index}] must be a map, not a {}", message.kind())));
+    }
+    let field = |name: &str| message.get_attr(name).unwrap_or_default();
+    if field("role").as_str().is_none() {
+        return Err(refused(format!("messages[{index}] needs a role that is a string")));
+    }
+    let content = field("content");
+    let is_missing = content.is_undefined() || content.is_none();
+    if is_missing && field("tool_calls").is_true() {
+        return Ok(());
+    }
+    if is_missing {
+        return Err(refused(format!("messages[{index}] has no content; give a string (it may be empty)")));
+    }
+    if content.as_str().is_none() {
+        return Err(refused(format!("messages[{index}].content must be a string, not a {}", content.kind())));
+    }
+    Ok(())
+}
+
+/// A compiled chat template.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+    special_tokens: BTreeMap<&'static str, String>,
+    limits: TemplateLimits,
+}
+
+impl ChatTemplate {
+    /// Compiles `source`. The BOS and EOS tokens are variables of the template; an absent one is undefined.
+    ///
+    /// # Errors
+    /// `ChatTemplate` if the source is malformed or too long.
+    pub fn new(
+        source: &str,
+        bos_token: Option<&str>,
+        eos_token: Option<&str>,
+        limits: TemplateLimits,
+    ) -> Result<Self> {
+        if source.len() > limits.max_source_bytes {
+            let (got, limit) = (source.len(), limits.max_source_bytes);
+            return Err(refused(format!("the source has {got} bytes, but at most {limit} are allowed")));
+        }
+        let mut environment = environment(limits);
+        environment.add_template_owned(NAME, source.to_owned()).map_err(|error| explain(&error))?;
+        let tokens = [("bos_token", bos_token), ("eos_token", eos_token)];
+        let special_tokens = tokens.into_iter().filter_map(|(name, token)| Some((name, token?.to_owned()))).collect();
+        Ok(Self { environment, special_tokens, limits })
+    }
+
+    /// Renders the prompt of a conversation.
+    ///
+    /// # Errors
+    /// `ChatTemplate` if a message lacks its role or content, if the template refuses the messages, or at a bound.
+    pub fn render(&self, request: &ChatRequest) -> Result<String> {
+        request.validate(&self.environment)?;
+        let template = self.environment.get_template(NAME).map_err(|error| explain(&error))?;
+        let mut out = BoundedOutput::new(self.limits);
+        match template.render_captured_to(self.context(request), &mut out) {
+            Ok(_) => Ok(String::from_utf8(out.bytes).expect("the engine writes whole strings")),
+            Err(error) => Err(self.explain_bound(&error)),
+        }
+    }
+
+    fn context(&self, request: &ChatRequest) -> Value {
+        let absent = || Value::from(());
+        let tools = if request.tools.is_undefined() { absent() } else { request.tools.clone() };
+        let mut variables: BTreeMap<String, Value> = request.extra.clone();
+        for (name, token) in &self.special_tokens {
+            variables.insert((*name).to_owned(), Value::from(token.as_str()));
+        }
+        variables.insert("messages".to_owned(), request.messages.clone());
+        variables.insert("tools".to_owned(), tools);
+        variables.insert("documents".to_owned(), absent());
+        variables.insert("add_generation_prompt".to_owned(), Value::from(request.add_generation_prompt));
+        Value::from_iter(variables)
+    }
+
+    fn explain_bound(&self, error: &minijinja::Error) -> Error {
+        if error.kind() == ErrorKind::OutOfFuel {
+            return refused(format!("needs more than {} units of work and memory", self.limits.fuel));
+        }
+        explain(error)
+    }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+fn refused(message: String) -> Error {
+    Error::ChatTemplate { message }
+}
+
+/// The innermost reason that the engine gives, with the place in the template.
+fn explain(error: &minijinja::Error) -> Error {
+    let mut message = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(inner) = source {
+        message = format!("{message}: {inner}");
+        source = inner.source();
+    }
+    refused(message)
+}
+
+fn environment(limits: TemplateLimits) -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    environment.set_syntax(syntax.expect("the default delimiters are valid"));
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_recursion_limit(MAX_DEPTH);
+    environment.set_fuel(Some(limits.fuel));
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", move |state: &State, value: &Value, options: Kwargs| {
+        tojson(state, value, &options, limits.max_output_bytes, MAX_VALUE_DEPTH)
+    });
+    environment.add_function("raise_exception", |message: String| -> std::result::Result<Value, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_function("strftime_now", |format: &str| strftime(format, SystemTime::now()));
+    environment
+}
+
+/// Takes the rendered text up to the bounds.
+struct BoundedOutput {
+    bytes: Vec<u8>,
+    limits: TemplateLimits,
+    started: Instant,
+}
+
+impl BoundedOutput {
+    fn new(limits: TemplateLimits) -> Self {
+        Self { bytes: Vec::new(), limits, started: Instant::now() }
+    }
+}
+
+impl Write for BoundedOutput {
+    fn write(&mut self, part: &[u8]) -> io::Result<usize> {
+        let limit = self.limits.max_output_bytes;
+        if self.bytes.len() + part.len() > limit {
+            return Err(io::Error::other(format!("more than {limit} bytes of text")));
+        }
+        if self.started.elapsed() > self.limits.max_time {
+            return Err(io::Error::other(format!("more than {} ms", self.limits.max_time.as_millis())));
+        }
+        self.bytes.extend_from_slice(part);
+        Ok(part.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,344 @@
+//! The output processor on a real scheduler: results, stop strings, ends, and that no event is missed.
+
+mod common;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cbrs_core::{Error, FinishReason, RequestSpec, Scheduler, SchedulerConfig, StepResult};
+use cbrs_text::{FinishedRequest, OutputProcessor, StopReason, StopStrings};
+use common::{END, HELLO, SPACE_C3, WORLD, byte_level};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// A scheduler whose model says `script`, by output position, to every request.
+struct Rig {
+    scheduler: Scheduler,
+    processor: OutputProcessor,
+    script: Vec<i32>,
+    time_ns: u64,
+}
+
+impl Rig {
+    fn new(script: &[i32]) -> Self {
+        let config = SchedulerConfig {
+            max_num_seqs: 4,
+            max_num_batched_tokens: 64,
+            num_blocks: 64,
+            max_model_len: 128,
+            vocab_size: Some(263),
+            eos_token_ids: vec![END],
+            ..SchedulerConfig::default()
+        };
+        let mut scheduler = Scheduler::new(config).unwrap();
+        let processor = OutputProcessor::new(scheduler.submitter(), Some(byte_level())).unwrap();
+        scheduler.set_output_sink(Some(processor.sink()));
+        Self { scheduler, processor, script: script.to_vec(), time_ns: 0 }
+    }
+
+    fn submit(&self, max_tokens: u64, stops: &[&str]) -> u64 {
+        let spec = RequestSpec { max_tokens: Some(max_tokens), ..RequestSpec::new(vec![1, 2, 3]) };
+        self.submit_spec(spec, stops)
+    }
+
+    fn submit_spec(&self, spec: RequestSpec, stops: &[&str]) -> u64 {
+        let stops = StopStrings::new(stops).unwrap();
+        self.processor.submit(spec, &stops, 7, self.time_ns).unwrap().as_u64()
+    }
+
+    /// One step, one millisecond later; returns whether something ran.
+    fn step(&mut self) -> bool {
+        let tokens: Vec<i32> = self
+            .scheduler
+            .batch()
+            .sample_positions
+            .iter()
+            .map(|&position| self.script[position as usize % self.script.len()])
+            .collect();
+        let result = StepResult { token_ids: &tokens, ..StepResult::default() };
+        self.time_ns += 1_000_000;
+        let is_idle = self.scheduler.batch().num_samples() == 0;
+        self.scheduler.step((!is_idle).then_some(&result), self.time_ns).unwrap();
+        self.scheduler.batch().num_seqs() > 0
+    }
+
+    /// Steps until `count` requests have finished.
+    fn finish(&mut self, count: usize) -> Vec<FinishedRequest> {
+        let start = Instant::now();
+        let mut finished = Vec::new();
+        while finished.len() < count {
+            assert!(start.elapsed() < TIMEOUT, "{} of {count} finished", finished.len());
+            let ran = self.step();
+            let wait = if ran { Duration::ZERO } else { Duration::from_millis(1) };
+            finished.extend(self.processor.wait_finished(wait, 0));
+        }
+        assert_eq!(self.processor.num_live(), 0);
+        finished
+    }
+
+    fn run(&mut self, max_tokens: u64, stops: &[&str]) -> FinishedRequest {
+        self.submit(max_tokens, stops);
+        self.finish(1).pop().unwrap()
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.scheduler.check_invariants();
+        }
+    }
+}
+
+fn text(stop: &str) -> Option<StopReason> {
+    Some(StopReason::Text(stop.into()))
+}
+
+#[test]
+fn a_request_ends_with_its_text_ids_and_times() {
+    let mut rig = Rig::new(&[HELLO, WORLD]);
+    let result = rig.run(3, &[]);
+    assert_eq!(result.text, "hello worldhello");
+    assert_eq!(result.token_ids, [HELLO, WORLD, HELLO]);
+    assert_eq!(result.prompt_token_ids, [1, 2, 3]);
+    assert_eq!((result.index, result.finish_reason), (7, FinishReason::Length));
+    assert_eq!((result.stop_reason, result.error), (None, None));
+    assert_eq!(result.arrival_ns, 0);
+    assert_eq!(result.first_scheduled_ns, Some(1_000_000));
+    assert_eq!(result.first_token_ns, Some(2_000_000));
+    assert_eq!(result.finished_ns, 4_000_000);
+    assert_eq!(result.inter_token_latencies_s, [0.001, 0.001]);
+}
+
+#[test]
+fn the_token_that_ends_the_output_stays_in_the_ids_and_not_in_the_text() {
+    let mut rig = Rig::new(&[HELLO, END, WORLD]);
+    let result = rig.run(9, &[]);
+    assert_eq!((result.text.as_str(), &result.token_ids[..]), ("hello", &[HELLO, END][..]));
+    assert_eq!((result.finish_reason, result.stop_reason), (FinishReason::Stop, None));
+    let spec = RequestSpec { stop_token_ids: vec![HELLO], max_tokens: Some(9), ..RequestSpec::new(vec![1]) };
+    rig.submit_spec(spec, &[]);
+    let result = rig.finish(1).pop().unwrap();
+    assert_eq!((result.text.as_str(), &result.token_ids[..]), ("", &[HELLO][..]));
+    assert_eq!(result.stop_reason, Some(StopReason::Token(HELLO)));
+    let spec = RequestSpec { ignore_eos: true, max_tokens: Some(3), ..RequestSpec::new(vec![1]) };
+    rig.submit_spec(spec, &[]);
+    assert_eq!(rig.finish(1).pop().unwrap().text, "hello world");
+}
+
+#[test]
+fn f01_a_stop_string_across_tokens_ends_the_request_before_it() {
+    let mut rig = Rig::new(&[HELLO, WORLD, 33]);
+    let result = rig.run(60, &["o wor"]);
+    assert_eq!((result.text.as_str(), result.stop_reason), ("hell", text("o wor")));
+    assert_eq!((result.finish_reason, &result.token_ids[..]), (FinishReason::Stop, &[HELLO, WORLD][..]));
+    let stats = rig.scheduler.submitter().stats();
+    assert_eq!((stats.num_running, stats.num_waiting, stats.num_used_blocks), (0, 0, 0));
+}
+
+#[test]
+fn a_stop_string_that_is_complete_with_the_last_token_wins_over_length() {
+    let mut rig = Rig::new(&[HELLO, WORLD]);
+    let result = rig.run(2, &["world"]);
+    assert_eq!((result.text.as_str(), result.finish_reason), ("hello ", FinishReason::Stop));
+    assert_eq!(result.stop_reason, text("world"));
+}
+
+#[test]
+fn a_stop_string_made_of_flushed_bytes_ends_the_text_too() {
+    let mut rig = Rig::new(&[HELLO, SPACE_C3]);
+    assert_eq!(rig.run(2, &[]).text, "hello \u{FFFD}");
+    let result = rig.run(2, &[" \u{FFFD}"]);
+    assert_eq!((result.text.as_str(), result.finish_reason), ("hello", FinishReason::Stop));
+}
+
+#[test]
+fn what_was_held_back_for_a_stop_string_comes_out_at_the_end() {
+    let mut rig = Rig::new(&[HELLO]);
+    assert_eq!(rig.run(1, &["lo world"]).text, "hello");
+}
+
+#[test]
+fn e06_a_cancel_in_the_step_of_the_stop_gives_exactly_one_end() {
+    let mut rig = Rig::new(&[HELLO, WORLD, 33]);
+    for round in 0..10_000u32 {
+        let id = rig.submit(20, &["world"]);
+        for _ in 0..round % 4 {
+            rig.step();
+        }
+        rig.scheduler.submitter().cancel(cbrs_core::RequestId::from_u64(id));
+        let result = rig.finish(1).pop().unwrap();
+        assert_eq!(result.request_id, id);
+        match result.finish_reason {
+            FinishReason::Cancelled => assert_eq!(result.stop_reason, None),
+            FinishReason::Stop => assert_eq!((result.text.as_str(), &result.stop_reason), ("hello ", &text("world"))),
+            other => panic!("round {round} ended with {other:?}"),
+        }
+        assert!(rig.processor.take_finished(0).is_empty());
+    }
+}
+
+#[test]
+fn a_failed_step_gives_its_message_and_leaves_neighbours_alone() {
+    let mut rig = Rig::new(&[HELLO]);
+    let failing = rig.submit(5, &[]);
+    rig.step();
+    let step_id = rig.scheduler.batch().step_id;
+    let later = rig.submit(1, &[]);
+    rig.scheduler.fail(step_id, "the model fell over").unwrap();
+    let results: HashMap<u64, FinishedRequest> =
+        rig.finish(2).into_iter().map(|result| (result.request_id, result)).collect();
+    assert_eq!(results[&failing].finish_reason, FinishReason::Error);
+    assert_eq!(results[&failing].error.as_deref(), Some("the model fell over"));
+    assert_eq!((results[&later].text.as_str(), results[&later].finish_reason), ("hello", FinishReason::Length));
+}
+
+#[test]
+fn closing_the_engine_ends_every_live_request_once() {
+    let mut rig = Rig::new(&[HELLO]);
+    for _ in 0..6 {
+        rig.submit(50, &[]);
+    }
+    rig.step();
+    rig.step();
+    rig.scheduler.submitter().close();
+    let results = rig.finish(6);
+    assert!(results.iter().all(|result| result.finish_reason == FinishReason::Cancelled));
+    let refused = rig.processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 0, 0);
+    assert_eq!(refused.unwrap_err(), Error::Closed);
+}
+
+#[test]
+fn closing_the_processor_ends_live_requests_and_keeps_results() {
+    let mut rig = Rig::new(&[HELLO]);
+    rig.submit(1, &[]);
+    rig.submit(50, &[]);
+    rig.step();
+    rig.step();
+    rig.processor.close();
+    rig.processor.close();
+    let reasons: Vec<_> = rig.processor.take_finished(0).iter().map(|result| result.finish_reason).collect();
+    assert_eq!(reasons, [FinishReason::Length, FinishReason::Cancelled]);
+    let refused = rig.processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 0, 0);
+    assert_eq!(refused.unwrap_err(), Error::Closed);
+    assert!(rig.processor.is_closed());
+    // The engine was told as well: its rows are free after the next step.
+    rig.step();
+    rig.step();
+    assert_eq!(rig.scheduler.submitter().stats().num_running, 0);
+}
+
+#[test]
+fn dropping_the_engine_ends_live_requests_without_waiting() {
+    let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+    let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
+    scheduler.set_output_sink(Some(processor.sink()));
+    processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 3, 0).unwrap();
+    drop(scheduler);
+    let finished = processor.wait_finished(TIMEOUT, 0);
+    assert_eq!((finished[0].index, finished[0].finish_reason), (3, FinishReason::Cancelled));
+    let start = Instant::now();
+    assert!(processor.wait_finished(TIMEOUT, 0).is_empty(), "nothing can come any more");
+    assert!(start.elapsed() < TIMEOUT / 2);
+}
+
+#[test]
+fn dropping_a_processor_without_closing_it_ends_its_thread() {
+    for _ in 0..50 {
+        let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+        let processor = OutputProcessor::new(scheduler.submitter(), Some(byte_level())).unwrap();
+        scheduler.set_output_sink(Some(processor.sink()));
+        processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 0, 0).unwrap();
+        drop(processor);
+        scheduler.step(None, 1).unwrap();
+    }
+    #[cfg(target_os = "linux")]
+    {
+        let threads = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| {
+            let name = std::fs::read_to_string(task.ok()?.path().join("comm")).ok()?;
+            (name.trim() == "cbrs-text").then_some(())
+        });
+        assert!(threads.count() < 20, "threads of dropped processors are still there");
+    }
+}
+
+#[test]
+fn stop_strings_without_a_tokenizer_are_refused() {
+    let scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+    let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
+    let stops = StopStrings::new(&["x"]).unwrap();
+    let error = processor.submit(RequestSpec::new(vec![1]), &stops, 0, 0).unwrap_err().to_string();
+    assert!(error.contains("stop strings need a tokenizer"), "{error}");
+    let error = processor.submit_text("x", RequestSpec::default(), &StopStrings::default(), 0, 0).unwrap_err();
+    assert!(error.to_string().contains("a text needs a tokenizer"), "{error}");
+    assert_eq!(processor.num_live(), 0);
+}
+
+#[test]
+fn e03_a_cancelled_request_leaves_no_entry_behind() {
+    let mut rig = Rig::new(&[HELLO]);
+    let first = rig.submit(50, &[]);
+    assert!(rig.scheduler.submitter().cancel(cbrs_core::RequestId::from_u64(first)));
+    assert_eq!(rig.finish(1)[0].finish_reason, FinishReason::Cancelled);
+    let second = rig.submit(1, &[]);
+    assert_ne!(first, second);
+    assert_eq!(rig.finish(1)[0].text, "hello");
+}
+
+#[test]
+fn no_event_is_missed_while_other_threads_submit() {
+    const THREADS: usize = 3;
+    const REQUESTS: usize = 200;
+    let mut rig = Rig::new(&[HELLO, WORLD]);
+    let processor = Arc::new(OutputProcessor::new(rig.scheduler.submitter(), Some(byte_level())).unwrap());
+    rig.scheduler.set_output_sink(Some(processor.sink()));
+    let submitters: Vec<_> = (0..THREADS)
+        .map(|_| {
+            let processor = Arc::clone(&processor);
+            std::thread::spawn(move || {
+                for index in 0..REQUESTS {
+                    let max_tokens = Some(index as u64 % 3 + 1);
+                    let spec = RequestSpec { max_tokens, ..RequestSpec::new(vec![1, 2]) };
+                    let stops: &[&str] = if index % 2 == 0 { &[] } else { &["wor"] };
+                    processor.submit(spec, &StopStrings::new(stops).unwrap(), index as u64, 0).unwrap();
+                }
+            })
+        })
+        .collect();
+    let done = Arc::new(AtomicBool::new(false));
+    let reader = {
+        let (processor, done) = (Arc::clone(&processor), Arc::clone(&done));
+        std::thread::spawn(move || {
+            let mut finished = Vec::new();
+            let start = Instant::now();
+            while finished.len() < THREADS * REQUESTS && start.elapsed() < TIMEOUT {
+                finished.extend(processor.wait_finished(Duration::from_millis(100), 5));
+            }
+            done.store(true, Ordering::Release);
+            finished
+        })
+    };
+    while !done.load(Ordering::Acquire) {
+        rig.step();
+    }
+    for submitter in submitters {
+        submitter.join().unwrap();
+    }
+    let finished = reader.join().unwrap();
+    assert_eq!(finished.len(), THREADS * REQUESTS);
+    for result in finished {
+        let is_stopped = result.index % 2 == 1 && result.index % 3 > 0;
+        let text = match (is_stopped, result.index % 3) {
+            (true, _) => "hello ",
+            (false, 0) => "hello",
+            (false, 1) => "hello world",
+            (false, _) => "hello worldhello",
+        };
+        assert_eq!(result.text, text, "index {}", result.index);
+        let reason = if is_stopped { FinishReason::Stop } else { FinishReason::Length };
+        assert_eq!(result.finish_reason, reason);
+    }
+    assert_eq!(processor.num_live(), 0);
+}

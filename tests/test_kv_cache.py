@@ -1,0 +1,56 @@
+"""The KV cache and its default size."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the KV cache needs torch")
+
+from cbrs.runner import kv_cache  # noqa: E402
+from cbrs.runner.kv_cache import KVCache, bytes_per_block, default_num_blocks  # noqa: E402
+
+
+def test_the_tensors_take_the_bytes_that_the_scheduler_counts():
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(3, 7, 4, 2, 16, dtype)
+        assert cache.num_bytes == 7 * bytes_per_block(3, 4, 2, 16, dtype)
+        assert [tuple(t.shape) for t in (*cache.keys, *cache.values)] == [(7, 2, 4, 16)] * 6
+        assert all(t.is_contiguous() and t.dtype == dtype for t in (*cache.keys, *cache.values))
+
+
+def test_poison_fills_everything_and_fill_only_the_blocks_named():
+    cache = KVCache(2, 4, 4, 2, 8, torch.bfloat16, poison=True)
+    assert all(t.isnan().all() for t in (*cache.keys, *cache.values))
+    cache.fill(1.0, slice(1, 3))
+    for tensor in (*cache.keys, *cache.values):
+        assert (tensor[1:3] == 1).all()
+        assert tensor[0].isnan().all()
+        assert tensor[3].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_blocks", "block_size", "head_dim"])
+def test_a_size_below_1_is_refused_by_name(name):
+    sizes = {"num_layers": 1, "num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_dim": 8}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        KVCache(**(sizes | {name: 0}), dtype=torch.float32)
+
+
+def test_the_default_pool_is_a_quarter_of_free_memory_and_at_most_4_gib(monkeypatch):
+    free = 2 * 1024**3
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: free)
+    assert default_num_blocks(1024**2) == 512
+    free = 100 * 1024**3
+    assert default_num_blocks(1024**2) == 4096
+    free = 0
+    assert default_num_blocks(1024**2) == 1
+
+
+def test_free_memory_is_what_the_system_calls_available():
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        total = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
+    assert 0 < kv_cache.free_memory() <= total * 1024
+
+
+def test_a_control_group_limit_lowers_free_memory(monkeypatch):
+    monkeypatch.setattr(kv_cache, "_control_group_headroom", lambda: 12345)
+    assert kv_cache.free_memory() == 12345

@@ -1,0 +1,383 @@
+"""`LLM`: results, chat, several threads, Ctrl-C, close, fork, and nothing left behind."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from cbrs import LLM, SamplingParams
+from cbrs.errors import EngineClosedError, EngineDeadError, InvalidRequestError, PromptTooLongError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = ["One", "Two two", "Three three three", "4", "Five " * 20]
+
+
+def token_ids(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def llm(make_llm, tiny):
+    return make_llm(tiny)
+
+
+def test_results_come_in_the_order_of_the_prompts(llm):
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    together = llm.generate(PROMPTS, GREEDY)
+    assert token_ids(together) == token_ids(alone)
+    assert [output.prompt for output in together] == PROMPTS
+
+
+def test_a_result_holds_everything_about_its_request(llm):
+    first, second = llm.generate([list(range(1, 41))] * 2, GREEDY), llm.generate([[5, 6]], GREEDY)
+    output = first[0]
+    assert output.prompt_token_ids == list(range(1, 41))
+    assert output.prompt is None
+    assert output.finished
+    assert output.error is None
+    assert output.request_id != second[0].request_id
+    completion = output.outputs[0]
+    assert completion.index == 0
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert completion.finish_reason == "length"
+    assert completion.stop_reason is None
+    assert len(completion.token_ids) == 8
+
+
+def test_metrics_are_consistent(llm):
+    (output,) = llm.generate("Hello", GREEDY)
+    metrics = output.metrics
+    assert 0 <= metrics.queue_time_s <= metrics.time_to_first_token_s <= metrics.total_time_s < 60
+    assert len(metrics.inter_token_latencies_s) == 7
+    mean = metrics.mean_inter_token_latency_s
+    spread = metrics.total_time_s - metrics.time_to_first_token_s
+    assert mean == pytest.approx(spread / 7, abs=1e-3)
+
+
+def test_a_repeated_prompt_hits_the_prefix_cache(llm):
+    prompt = list(range(1, 50))
+    first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 48)
+    assert token_ids([first]) == token_ids([second])
+
+
+def test_prompts_may_be_texts_ids_or_lists_of_either(llm):
+    ids = llm.tokenizer.encode("Hello")
+    as_text, as_ids = llm.generate("Hello", GREEDY), llm.generate(ids, GREEDY)
+    mixed = llm.generate(["Hello", ids], GREEDY)
+    assert token_ids(as_text) == token_ids(as_ids)
+    assert token_ids(mixed) == token_ids(as_text) * 2
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    lengths = [1, 5, 3]
+    params = [SamplingParams(temperature=0.0, max_tokens=length) for length in lengths]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(ids) for ids in token_ids(outputs)] == lengths
+    with pytest.raises(InvalidRequestError, match="2 entries, but there are 3"):
+        llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_a_refused_prompt_is_named_and_stops_the_whole_call(llm):
+    with pytest.raises(InvalidRequestError, match=r"prompts\[2\].*empty"):
+        llm.generate([[1, 2], [3, 4], [], [5]], SamplingParams(max_tokens=100))
+    with pytest.raises(PromptTooLongError, match=r"prompts\[1\].*512"):
+        llm.generate([[1], [1] * 512], GREEDY)
+    with pytest.raises(InvalidRequestError, match=r"prompts\[0\].*300"):
+        llm.generate([[300]], GREEDY)
+    assert llm.stats()["num_running"] == 0
+    assert llm.generate("next", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"prompt": "x"}, b"bytes", [None], [["a"]], [1, "a"]])
+def test_a_prompt_of_another_type_is_a_type_error(llm, prompts):
+    with pytest.raises(TypeError):
+        llm.generate(prompts, GREEDY)
+
+
+def test_a_list_longer_than_the_queue_is_fed_as_room_becomes_free(make_llm, tiny):
+    llm = make_llm(tiny, queue_capacity=2, max_num_seqs=3)
+    outputs = llm.generate([[1 + i % 200] for i in range(50)], GREEDY)
+    expected = llm.generate([[7]], GREEDY)
+    assert len(outputs) == 50
+    assert token_ids([outputs[6]]) == token_ids(expected)
+
+
+def test_chat_renders_the_template_without_a_second_start_token(llm):
+    conversation = [{"role": "user", "content": "Hi"}]
+    (output,) = llm.chat(conversation, GREEDY)
+    assert output.prompt == "<user>Hi</s><assistant>"
+    text = llm.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+    assert text == output.prompt
+    several = llm.chat([conversation, [{"role": "user", "content": "Ho"}]], GREEDY)
+    assert token_ids(several[:1]) == token_ids([output])
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\]"):
+        llm.chat([conversation, [{"role": "user"}]], GREEDY)
+
+
+def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
+    llm = make_llm(tiny, num_blocks=20, block_size=8)
+    config = llm.config
+    assert (config.dtype, config.device, config.num_threads) == ("float32", "cpu", 1)
+    assert config.max_model_len == 160, "lowered to what the pool holds"
+    assert config.kv_cache_bytes == 20 * 8 * 2 * 2 * 2 * 16 * 4
+    assert config.max_prefill_chunk_tokens == config.max_num_batched_tokens
+    assert None not in dataclasses.asdict(config).values()
+
+
+def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm, tiny):
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    assert make_llm(tiny, kv_cache_bytes=100 * block_bytes + 1).config.num_blocks == 100
+    assert make_llm(tiny).config.num_blocks == 16 * 512 // 16
+    with pytest.raises(ValueError, match="one block takes"):
+        make_llm(tiny, kv_cache_bytes=block_bytes - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"num_blocks": 4, "kv_cache_bytes": 4}, "give one of them"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"policy": "fair"}, "fair"),
+        ({"max_model_len": 2000}, "the context of .* has 512"),
+    ],
+)
+def test_an_impossible_setting_is_a_value_error_that_names_it(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, **options)
+
+
+def test_an_unknown_setting_is_a_type_error(tiny):
+    with pytest.raises(TypeError, match="block_sise"):
+        LLM(tiny, block_sise=8)
+
+
+def test_threads_share_the_batches_and_get_their_own_results(make_llm, tiny):
+    llm = make_llm(tiny, max_num_seqs=8)
+    prompts = [[1 + thread, 2 + thread] for thread in range(8)]
+    expected = [llm.generate([prompt] * 3, GREEDY) for prompt in prompts]
+    results = [None] * 8
+
+    def work(thread):
+        results[thread] = [llm.generate([prompts[thread]] * 3, GREEDY, False) for _ in range(4)]
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for thread in range(8):
+        assert [token_ids(outputs) for outputs in results[thread]] == [
+            token_ids(expected[thread])
+        ] * 4
+
+
+def test_a_short_call_returns_before_a_long_one_of_another_thread_ends(make_llm):
+    llm = make_llm("null:0.002", max_model_len=4096)
+    long = threading.Thread(target=llm.generate, args=([1], SamplingParams(max_tokens=1500)))
+    long.start()
+    time.sleep(0.1)
+    llm.generate([2], SamplingParams(max_tokens=2))
+    assert long.is_alive(), "the short call had to wait for the long one"
+    long.join(60)
+
+
+def test_close_is_idempotent_and_ends_use(tiny):
+    llm = LLM(tiny, max_model_len=64)
+    llm.generate("a", GREEDY)
+    llm.close()
+    llm.close()
+    for use in (lambda: llm.generate("a"), lambda: llm.chat([]), llm.stats, lambda: llm.engine):
+        with pytest.raises(EngineClosedError, match="closed"):
+            use()
+
+
+def test_close_ends_a_generate_of_another_thread(make_llm):
+    llm = make_llm("null:0.001", max_model_len=8192)
+    errors = []
+
+    def work():
+        try:
+            llm.generate([[1]] * 3)
+        except EngineClosedError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    started = time.monotonic()
+    llm.close()
+    for thread in threads:
+        thread.join(10)
+    assert len(errors) == 3
+    assert time.monotonic() - started < 2
+
+
+def num_threads_and_descriptors():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_no_thread_or_descriptor_is_left_behind(tiny):
+    with LLM(tiny, num_threads=2, max_model_len=64) as llm:
+        llm.generate("warm up", GREEDY)
+    before = num_threads_and_descriptors()
+    for _ in range(20):
+        with LLM(tiny, num_threads=2, max_model_len=64) as llm:
+            llm.generate("a", GREEDY)
+    for _ in range(20):
+        llm = LLM(tiny, num_threads=2, max_model_len=64)
+        llm.generate("a", GREEDY)
+        del llm  # without close
+    assert num_threads_and_descriptors() == before
+
+
+def test_a_broken_core_is_reported_once_and_for_ever(make_llm):
+    llm = make_llm("null")
+    scheduler = llm.engine.scheduler
+
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(scheduler, name)
+
+        def step(self, result=None):
+            raise RuntimeError("invariant broken")
+
+    llm.engine.scheduler = Broken()
+    with pytest.raises(EngineDeadError, match="invariant broken"):
+        llm.generate("a", GREEDY)
+    with pytest.raises(EngineDeadError):
+        llm.generate("a", GREEDY)
+    llm.close()
+
+
+def run_script(code, timeout_s=60):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_interrupts_at_any_moment_leave_the_engine_usable_and_drained():
+    """Sends 60 SIGINTs at spread moments; a lost batch, request or result would hang or leak."""
+    code = """
+        import os, random, signal, sys, threading, time
+        from cbrs import LLM, SamplingParams
+        llm = LLM("null", max_model_len=4096, max_num_seqs=4)
+        params = SamplingParams(max_tokens=4000)
+        expected = llm.generate([1, 2], SamplingParams(max_tokens=50))[0].outputs[0].token_ids
+        random = random.Random(5)
+        interrupted = 0
+        for _ in range(60):
+            delay = random.uniform(0.0005, 0.02)
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                llm.generate([[3]] * 40, params)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            scheduler = llm.engine.scheduler
+            scheduler.check_invariants()
+            stats = llm.stats()
+            busy = [stats[f"num_{name}"] for name in ("running", "waiting", "used_blocks")]
+            assert busy == [0, 0, 0], stats
+            again = llm.generate([1, 2], SamplingParams(max_tokens=50))[0].outputs[0].token_ids
+            assert again == expected
+        assert interrupted == 60, interrupted
+        print("fine")
+    """
+    result = run_script(code)
+    assert result.stdout.strip() == "fine", result.stderr
+
+
+def test_interrupting_one_thread_leaves_the_others_alone(make_llm):
+    llm = make_llm("null:0.001", max_model_len=4096)
+    results = []
+    other = threading.Thread(
+        target=lambda: results.extend(llm.generate([5], SamplingParams(max_tokens=800)))
+    )
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    other.start()
+    time.sleep(0.05)  # the other thread drives
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([6], SamplingParams(max_tokens=4000))
+    other.join(30)
+    assert results[0].outputs[0].finish_reason == "length"
+    assert len(results[0].outputs[0].token_ids) == 800
+
+
+def test_a_forked_child_gets_a_typed_error_and_ends(tiny):
+    code = f"""
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        from cbrs import LLM, SamplingParams
+        from cbrs.errors import EngineClosedError
+        llm = LLM({str(tiny)!r}, max_model_len=64, num_threads=2)
+        params = SamplingParams(max_tokens=2)
+        llm.generate("a", params)
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate("a", params)
+            except EngineClosedError as error:
+                print("child:", error, flush=True)
+                llm.close()
+                del llm
+                sys.exit(7)
+        print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print("parent:", len(llm.generate("a", params)))
+    """
+    result = run_script(code)
+    assert "child: this LLM belongs to process" in result.stdout, result.stderr
+    assert "exit code 7" in result.stdout
+    assert "parent: 1" in result.stdout
+
+
+def test_the_interpreter_exits_with_requests_running():
+    code = """
+        import threading, time
+        from cbrs import LLM
+        llm = LLM("null:0.001", max_model_len=8192)
+        threading.Thread(target=llm.generate, args=([1],), daemon=True).start()
+        time.sleep(0.2)
+    """
+    result = run_script(code, timeout_s=20)
+    assert result.returncode == 0, result.stderr
+
+
+def test_use_inside_an_asyncio_program():
+    code = """
+        import asyncio
+        from cbrs import LLM, SamplingParams
+
+        async def main():
+            with LLM("null", max_model_len=64) as llm:
+                calls = [
+                    asyncio.to_thread(llm.generate, [1], SamplingParams(max_tokens=5), False)
+                    for _ in range(8)
+                ]
+                results = await asyncio.gather(*calls)
+                print([len(outputs[0].outputs[0].token_ids) for outputs in results])
+
+        asyncio.run(main())
+    """
+    result = run_script(code)
+    assert result.stdout.strip() == str([5] * 8), result.stderr
