@@ -134,7 +134,7 @@ def test_an_unusable_row_fails_that_request_only(make_llm, tiny):
 
     class OneBadRow:
         def forward(self, batch):
-            logits = runner.forward(batch)
+            logits = runner.forward(batch).clone()
             logits[np.flatnonzero(batch.request_ids == bad)] = float("nan")
             return logits
 

@@ -1,6 +1,9 @@
-"""Types of the native module; implemented in `rust/python`, where every item has its full documentation."""
+"""Types of the native module; implemented in `rust/python`, where every item has its full
+documentation.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, ClassVar, Literal, SupportsIndex, TypeAlias, final
 
 import numpy as np
@@ -69,11 +72,13 @@ class ModelLoadError(CbrsError):
     field: str
 
 class StepError(CbrsError, ValueError):
-    """step() or fail() was called with the wrong result, or while another step was running; nothing changed."""
+    """step() or fail() was called with the wrong result, or while another step was running; nothing
+    changed.
+    """
 
 @final
 class SchedulerConfig:
-    """Limits and policy of one scheduler. Checked at construction; a wrong field raises `ValueError` naming it.
+    """Limits and policy of one scheduler; a wrong field raises `ValueError` naming it.
 
     `max_model_len` is lowered to what the pool holds; read it back from here.
     """
@@ -129,7 +134,9 @@ class SchedulerConfig:
 
 @final
 class Batch:
-    """What runs in one step, as flat arrays. `T` tokens, `S` sequences, `L` logits rows, `R` samples.
+    """What runs in one step, as flat arrays.
+
+    `T` tokens, `S` sequences, `L` rows of logits, `R` samples.
 
     Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns;
     do not write to them.
@@ -182,7 +189,9 @@ class Batch:
         """int32 `[L]`: indices into `T` whose logits are needed."""
     @property
     def sample_index(self) -> Int32Array:
-        """int32 `[R]`: indices into `logits_index` that are sampled; the result has one token for each."""
+        """int32 `[R]`: indices into `logits_index` that are sampled; the result has one token for
+        each.
+        """
     @property
     def sample_rows(self) -> Int32Array:
         """int32 `[R]`: row of each sample."""
@@ -197,12 +206,15 @@ class Batch:
         """int32: rows that lost their sequence since the last plan."""
     @property
     def block_tables(self) -> Int32Array:
-        """int32 `[max_num_seqs, max_blocks]`: block ids by row; columns past a sequence's blocks are stale."""
+        """int32 `[max_num_seqs, max_blocks]`: block ids by row; columns past a sequence's blocks
+        are stale.
+        """
     @property
     def block_table_updates(self) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        """What changed in `block_tables` since the last plan: `(rows [U], first_columns [U], start [U+1], ids)`.
+        """What changed in `block_tables` since the last plan.
 
-        Run `i` writes `ids[start[i]:start[i + 1]]` to row `rows[i]` from column `first_columns[i]`.
+        `(rows [U], first_columns [U], start [U+1], ids)`: run `i` writes `ids[start[i]:start[i +
+        1]]` to row `rows[i]` from column `first_columns[i]`.
         """
     @property
     def temperature(self) -> npt.NDArray[np.float32]:
@@ -225,7 +237,10 @@ class Batch:
 
 @final
 class StepOutput:
-    """Tokens and ends of one step, as flat arrays with one entry per event. Valid as long as its batch."""
+    """Tokens and ends of one step, as flat arrays with one entry per event.
+
+    Valid as long as its batch.
+    """
 
     STOP: ClassVar[int]
     LENGTH: ClassVar[int]
@@ -259,9 +274,13 @@ class StepOutput:
     def started_num_cached_tokens(self) -> Int32Array:
         """int32 `[A]`: prompt tokens that each of them found in the prefix cache."""
     def finish_reason(self, index: SupportsIndex) -> str | None:
-        """How event `index` ended its choice: `stop`, `length`, `cancelled`, `error`, or None if it goes on."""
+        """How event `index` ended its choice: `stop`, `length`, `cancelled`, `error`, or None if it
+        goes on.
+        """
     def stop_reason(self, index: SupportsIndex) -> int | str | None:
-        """The stop token id, or the string given to `finish()`, that ended event `index`'s choice; else None."""
+        """The stop token id, or the string given to `finish()`, that ended event `index`'s choice;
+        else None.
+        """
     def error(self, index: SupportsIndex) -> str | None:
         """Why event `index` ended with `error`; None for other events."""
     def __len__(self) -> int:
@@ -271,7 +290,8 @@ class StepOutput:
 class StepResult:
     """Sampled tokens of one batch, with what else may be said about them.
 
-    `logprobs`, `prompt_logprobs`, `draft_token_ids` and `step_time_ns` are part of the contract but not of
+    `logprobs`, `prompt_logprobs`, `draft_token_ids` and `step_time_ns` are part of the contract but
+    not of
     this version: a value for one of them raises `InvalidRequestError`.
     """
 
@@ -296,7 +316,8 @@ class StepResult:
 class Scheduler:
     """Decides which tokens of which requests run together, once per iteration.
 
-    `submit`, `cancel`, `finish`, `close` and `stats` may be called from any thread, `step` and `fail` from
+    `submit`, `cancel`, `finish`, `close` and `stats` may be called from any thread, `step` and
+    `fail` from
     one at a time.
     """
 
@@ -322,24 +343,36 @@ class Scheduler:
     ) -> int:
         """Queues a request and returns its id. Any thread; never waits.
 
-        An absent `max_tokens` means what fits `max_model_len`. Raises `InvalidRequestError`, `PromptTooLongError`,
+        An absent `max_tokens` means what fits `max_model_len`. Raises `InvalidRequestError`,
+        `PromptTooLongError`,
         `OverloadedError` or `EngineClosedError`; nothing is queued then.
         """
     def step(self, result: StepResult | TokenIds | None = None, block: bool = False) -> Batch:
         """Commits the result of the last batch and plans the next, in one call.
 
-        `result` has one token per entry of the last batch's `sample_index`; None if that batch had no samples.
-        Returns the new batch, with `num_seqs == 0` if nothing can run; with `block=True` it then waits until
-        there is something to run or to report. Raises `StepError` (nothing changed) or `EngineClosedError`.
+        `result` has one token per entry of the last batch's `sample_index`; None if that batch had
+        no samples.
+        Returns the new batch, with `num_seqs == 0` if nothing can run; with `block=True` it then
+        waits until
+        there is something to run or to report. Raises `StepError` (nothing changed) or
+        `EngineClosedError`.
         """
     def fail(self, step_id: SupportsIndex, message: str) -> None:
-        """Fails what the batch in flight touched: those requests end with `message` as their error."""
+        """Fails what the batch in flight touched: its requests end with `message`."""
     def cancel(self, request_id: SupportsIndex) -> bool:
-        """Asks for the end of a request; returns whether this was the first cancel of a live request."""
+        """Asks for the end of a request; returns whether this was the first cancel of a live
+        request.
+        """
     def finish(
-        self, request_id: SupportsIndex, choice: SupportsIndex, num_tokens: SupportsIndex, stop_reason: str | None = None
+        self,
+        request_id: SupportsIndex,
+        choice: SupportsIndex,
+        num_tokens: SupportsIndex,
+        stop_reason: str | None = None,
     ) -> bool:
-        """Ends a choice as `stop` after its first `num_tokens` output tokens; returns whether the request was live."""
+        """Ends a choice as `stop` after its first `num_tokens` output tokens; returns whether the
+        request was live.
+        """
     def set_time_ns(self, time_ns: SupportsIndex) -> None:
         """Sets the time of the following steps; only with `clock="manual"`."""
     def time_ns(self) -> int:
@@ -351,4 +384,268 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; running sequences go on, but publish nothing more."""
     def check_invariants(self) -> None:
-        """Checks every invariant of scheduler and block pool; a broken one raises `PanicException`."""
+        """Checks every invariant; a broken one raises `PanicException`. For tests."""
+
+@final
+class Tokenizer:
+    """Turns text into token ids and back, and messages into prompts.
+
+    Made from the text of a `tokenizer.json` and, for chats, the source of a Jinja template that may
+    read `bos_token` and `eos_token`. With `add_bos_token` the BOS token is put before every text
+    that
+    is encoded with special tokens. Raises `InvalidRequestError` if one of them cannot be used.
+    """
+
+    def __new__(
+        cls,
+        tokenizer_json: str,
+        *,
+        chat_template: str | None = None,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        add_bos_token: bool = False,
+    ) -> Tokenizer: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Splits `text` into token ids; special tokens written out in it are always recognised."""
+    def decode(self, ids: TokenIds, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence; bytes that form no character become U+FFFD."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt of a conversation: `messages` are dicts with a `role` and a `content`."""
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included: the highest id plus one."""
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token given by its exact text in the vocabulary."""
+    def id_to_token(self, token_id: SupportsIndex) -> str | None:
+        """Text of a token in the vocabulary (not what it decodes to)."""
+
+@final
+class IncrementalDetokenizer:
+    """Turns token ids into text one at a time, up to a stop string.
+
+    The pieces joined are the text of all ids. `prompt_token_ids` make the text a continuation: a
+    leading space stays, and a character that the prompt left unfinished is completed.
+    """
+
+    def __new__(
+        cls,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = ...,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: TokenIds | None = None,
+    ) -> IncrementalDetokenizer: ...
+    def push(self, token_id: SupportsIndex) -> str:
+        """Reads the next token and returns the new text that may be shown.
+
+        "" while a character, or what could become a stop string, is incomplete, and after a stop
+        string.
+        """
+    def finish(self) -> str:
+        """Ends the text and returns the rest of it; bytes that form no character become U+FFFD."""
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+
+@final
+class FinishedRequest:
+    """The result of one request. Times are seconds on the scheduler's clock."""
+
+    @property
+    def request_id(self) -> int:
+        """Id that the scheduler gave."""
+    @property
+    def index(self) -> int:
+        """Number given at submission."""
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        """The prompt, int32."""
+    @property
+    def token_ids(self) -> Int32Array:
+        """The output with the token that ended it, int32."""
+    @property
+    def text(self) -> str:
+        """The output as text: up to the stop string, without EOS or a stop token."""
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "cancelled", "error"]: ...
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token id or stop string that ended the output; None for EOS and other ends."""
+    @property
+    def error(self) -> str | None:
+        """Why the request failed; None unless `finish_reason` is "error"."""
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache at the first admission."""
+    @property
+    def arrival_time_s(self) -> float:
+        """When the request was submitted."""
+    @property
+    def first_scheduled_time_s(self) -> float | None:
+        """When the request was first planned; None if it ended while it waited."""
+    @property
+    def first_token_time_s(self) -> float | None:
+        """When the first token came; None without one."""
+    @property
+    def finished_time_s(self) -> float:
+        """When the request ended."""
+    @property
+    def inter_token_latencies_s(self) -> npt.NDArray[np.float32]:
+        """Seconds between one output token and the next, float32; one fewer than tokens."""
+
+@final
+class OutputProcessor:
+    """Submits requests and turns the scheduler's outputs into results, on its own thread."""
+
+    def __new__(cls, scheduler: Scheduler, tokenizer: Tokenizer | None) -> OutputProcessor: ...
+    def submit(
+        self,
+        prompt_token_ids: TokenIds,
+        *,
+        max_tokens: SupportsIndex | None = None,
+        temperature: float = 1.0,
+        top_k: SupportsIndex | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: Sequence[str] = ...,
+        stop_token_ids: TokenIds | None = None,
+        ignore_eos: bool = False,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        index: int,
+    ) -> int:
+        """Queues a request and returns its id; `index` comes back with the result. Never waits.
+
+        Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop
+        strings
+        or one that has not 1 to 256 characters; nothing is queued then.
+        """
+    def submit_text(
+        self,
+        prompt: str,
+        *,
+        max_tokens: SupportsIndex | None = None,
+        temperature: float = 1.0,
+        top_k: SupportsIndex | None = None,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: Sequence[str] = ...,
+        stop_token_ids: TokenIds | None = None,
+        ignore_eos: bool = False,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        index: int,
+    ) -> int:
+        """As `submit`, for a text: tokenized by this thread, without the GIL."""
+    def take_finished(self, max: SupportsIndex = 0) -> list[FinishedRequest]:
+        """Takes finished requests in the order in which they finished; at most `max`, 0 = all."""
+    def wait_finished(self, timeout_s: float) -> list[FinishedRequest]:
+        """Takes all finished requests, waiting for the first one up to `timeout_s` seconds."""
+    @property
+    def num_live(self) -> int:
+        """Requests that are submitted and not finished."""
+    def close(self) -> None:
+        """Ends what is still live as cancelled, and ends the thread. Results stay."""
+
+@final
+class GgufFile:
+    """A validated, memory-mapped GGUF file. Every error is a `ModelLoadError`."""
+
+    def __new__(cls, path: str | PathLike[str]) -> GgufFile: ...
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """All metadata by key, without arrays of more than 1,024 elements."""
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors, in the order of the file."""
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, row-major: `[out, in]`."""
+    def tensor_type(self, name: str) -> str:
+        """How a tensor is stored, for example `"Q4_1"`."""
+    def tensor(self, name: str, dtype: str = "float32") -> npt.NDArray[Any]:
+        """A tensor as float32, or as the bits of bfloat16 in uint16 (rounded to nearest even).
+
+        Query and key rows of the llama architecture come in the order of Hugging Face models.
+        """
+    def tokenizer_json(self) -> str:
+        """The tokenizer of the file as the text of a Hugging Face `tokenizer.json`."""
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def special_token_ids(self) -> dict[str, int]:
+        """Ids of the special tokens that the file names: `bos`, `eos`, `eot`, `unk`, `pad`, ..."""
+    @property
+    def add_bos_token(self) -> bool:
+        """Whether prompts start with the BOS token."""
+
+@final
+class SafetensorsCheckpoint:
+    """A validated, memory-mapped model of one or several safetensors files."""
+
+    def __new__(cls, path: str | PathLike[str]) -> SafetensorsCheckpoint: ...
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+    def tensor_dtype(self, name: str) -> str:
+        """The stored type of a tensor, for example `"BF16"`."""
+    def tensor(self, name: str, dtype: str = "float32") -> npt.NDArray[Any]:
+        """A tensor of type F32, F16 or BF16 as float32, or as the bits of bfloat16 in uint16."""
+
+@final
+class CpuKernels:
+    """KV write and paged attention on the CPU, with threads that sleep while there is no work.
+
+    Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or
+    of
+    uint16 that holds bf16 bits. Methods may be called from any thread and release the GIL.
+    """
+
+    def __new__(cls, num_threads: SupportsIndex) -> CpuKernels: ...
+    @property
+    def num_threads(self) -> int:
+        """Threads that work on a call, the calling one included."""
+    def write_kv(
+        self,
+        key: npt.NDArray[np.float32],
+        value: npt.NDArray[np.float32],
+        key_cache: npt.NDArray[Any],
+        value_cache: npt.NDArray[Any],
+        slot_mapping: npt.NDArray[np.int64],
+    ) -> None:
+        """Writes keys and values to their slots of the caches.
+
+        `key` and `value` are `[num_tokens, num_kv_heads, head_dim]`, `slot_mapping` is
+        `[num_tokens]`.
+        A slot of -1 is not written. Raises ValueError for a bad shape, dtype or slot before
+        anything is
+        written.
+        """
+    def paged_attention(
+        self,
+        out: npt.NDArray[np.float32],
+        query: npt.NDArray[np.float32],
+        key_cache: npt.NDArray[Any],
+        value_cache: npt.NDArray[Any],
+        block_tables: Int32Array,
+        row_ids: Int32Array,
+        query_start: Int32Array,
+        seq_lens: Int32Array,
+        scale: float,
+        sliding_window: SupportsIndex | None = None,
+    ) -> None:
+        """Attends causally over the paged caches, the whole batch in one call; fills `out`.
+
+        `out` and `query` are `[num_tokens, num_heads, head_dim]`; the other arrays are those of a
+        `Batch`. With `sliding_window=w` the query at position `i` sees the keys `j` with `i - w < j
+        <= i`.
+        Raises ValueError for a bad shape, dtype or index before anything is read or written.
+        """
+
+def cpu_features() -> dict[str, bool | str]:
+    """Which instruction sets this CPU has (of those with a kernel), and the kernel chosen."""

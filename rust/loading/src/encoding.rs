@@ -100,7 +100,7 @@ impl Encoding {
         let elements = checked_product(shape).ok_or_else(overflow)?;
         let block = self.block_elements() as u64;
         let row = shape.last().copied().unwrap_or(1);
-        if row % block != 0 {
+        if !row.is_multiple_of(block) {
             return Err(ErrorKind::PartialUnit { elements: row, unit: "blocks", size: block });
         }
         let bytes = (elements / block).checked_mul(self.block_bytes() as u64);

@@ -39,7 +39,7 @@ fn damaged() -> Vec<(&'static str, Vec<u8>, &'static str)> {
         ("header that is not UTF-8", [text(b"{\"\xff\":1}"), vec![0; 8]].concat(), "header"),
         ("header that is not JSON", file("{w"), "header"),
         ("header that is a list", file("[1,2]"), "header"),
-        ("text after the header", file(r#"{}{}"#), "header"),
+        ("text after the header", file("{}{}"), "header"),
         ("deep JSON in a tensor", file(&format!(r#"{{"w":{}}}"#, deep(100_000))), "tensor w"),
         ("deep JSON in the metadata", file(&format!(r#"{{"__metadata__":{}}}"#, deep(100_000))), "__metadata__"),
         ("deep JSON as the header", file(&deep(100_000)), "header"),

@@ -18,36 +18,30 @@ use crate::errors::model_load_error;
 /// Arrays longer than this (token lists, scores, merges) stay out of `GgufFile.metadata`.
 const MAX_METADATA_ELEMENTS: usize = 1024;
 
-/// The element type of a decoded tensor.
-#[derive(Clone, Copy)]
-enum Target {
-    Float32,
-    Bfloat16,
-}
-
-impl Target {
-    fn parse(name: &str) -> PyResult<Self> {
-        match name {
-            "float32" => Ok(Self::Float32),
-            "bfloat16" => Ok(Self::Bfloat16),
-            other => {
-                let message = format!("dtype must be \"float32\" or \"bfloat16\", is {other:?}");
-                Err(PyValueError::new_err(message))
-            }
-        }
-    }
-}
-
 fn to_py(error: &Error) -> PyErr {
     model_load_error(error.to_string(), error.file(), error.field())
 }
 
-/// Hands the numbers to numpy and gives them their shape.
-fn array<'py, T: Element>(
+/// Decodes a tensor to the type that `dtype` names, without the GIL, and gives it its shape.
+fn decoded<'py>(
     py: Python<'py>,
-    values: Vec<T>,
+    dtype: &str,
     shape: &[usize],
+    to_f32: impl FnOnce() -> Result<Vec<f32>, Error> + Send,
+    to_bf16: impl FnOnce() -> Result<Vec<u16>, Error> + Send,
 ) -> PyResult<Bound<'py, PyUntypedArray>> {
+    match dtype {
+        "float32" => array(py, py.detach(to_f32).map_err(|error| to_py(&error))?, shape),
+        "bfloat16" => array(py, py.detach(to_bf16).map_err(|error| to_py(&error))?, shape),
+        other => {
+            let message = format!("dtype must be \"float32\" or \"bfloat16\", is {other:?}");
+            Err(PyValueError::new_err(message))
+        }
+    }
+}
+
+/// Hands the numbers to numpy and gives them their shape.
+fn array<'py, T: Element>(py: Python<'py>, values: Vec<T>, shape: &[usize]) -> PyResult<Bound<'py, PyUntypedArray>> {
     let flat = PyArray1::from_vec(py, values);
     Ok(flat.reshape(shape)?.into_any().cast_into::<PyUntypedArray>()?)
 }
@@ -71,10 +65,8 @@ impl GgufFile {
         for (key, value) in self.0.metadata() {
             if let Value::Array(array) = value {
                 if array.len() <= MAX_METADATA_ELEMENTS {
-                    let elements =
-                        self.0.elements(key, array).map_err(|error| to_py(&error))?;
-                    let elements: Vec<_> =
-                        elements.iter().map(|value| scalar(py, value)).collect::<PyResult<_>>()?;
+                    let elements = self.0.elements(key, array).map_err(|error| to_py(&error))?;
+                    let elements: Vec<_> = elements.iter().map(|value| scalar(py, value)).collect::<PyResult<_>>()?;
                     metadata.set_item(key, PyList::new(py, elements)?)?;
                 }
             } else {
@@ -105,24 +97,9 @@ impl GgufFile {
     /// A tensor as float32, or as the bits of bfloat16 in uint16 (rounded to nearest even). Query and
     /// key rows of the llama architecture come in the order of Hugging Face models.
     #[pyo3(signature = (name, dtype="float32"))]
-    fn tensor<'py>(
-        &self,
-        py: Python<'py>,
-        name: &str,
-        dtype: &str,
-    ) -> PyResult<Bound<'py, PyUntypedArray>> {
+    fn tensor<'py>(&self, py: Python<'py>, name: &str, dtype: &str) -> PyResult<Bound<'py, PyUntypedArray>> {
         let shape = &self.0.tensor(name).map_err(|error| to_py(&error))?.shape;
-        match Target::parse(dtype)? {
-            Target::Float32 => {
-                let values = py.detach(|| self.0.tensor_f32(name)).map_err(|error| to_py(&error))?;
-                array(py, values, shape)
-            }
-            Target::Bfloat16 => {
-                let values =
-                    py.detach(|| self.0.tensor_bf16(name)).map_err(|error| to_py(&error))?;
-                array(py, values, shape)
-            }
-        }
+        decoded(py, dtype, shape, || self.0.tensor_f32(name), || self.0.tensor_bf16(name))
     }
 
     /// The tokenizer of the file as the text of a Hugging Face `tokenizer.json`.
@@ -204,24 +181,9 @@ impl SafetensorsCheckpoint {
     /// A tensor of type F32, F16 or BF16 as float32, or as the bits of bfloat16 in uint16 (rounded to
     /// nearest even).
     #[pyo3(signature = (name, dtype="float32"))]
-    fn tensor<'py>(
-        &self,
-        py: Python<'py>,
-        name: &str,
-        dtype: &str,
-    ) -> PyResult<Bound<'py, PyUntypedArray>> {
+    fn tensor<'py>(&self, py: Python<'py>, name: &str, dtype: &str) -> PyResult<Bound<'py, PyUntypedArray>> {
         let shape = &self.0.tensor(name).map_err(|error| to_py(&error))?.shape;
-        match Target::parse(dtype)? {
-            Target::Float32 => {
-                let values = py.detach(|| self.0.tensor_f32(name)).map_err(|error| to_py(&error))?;
-                array(py, values, shape)
-            }
-            Target::Bfloat16 => {
-                let values =
-                    py.detach(|| self.0.tensor_bf16(name)).map_err(|error| to_py(&error))?;
-                array(py, values, shape)
-            }
-        }
+        decoded(py, dtype, shape, || self.0.tensor_f32(name), || self.0.tensor_bf16(name))
     }
 
     fn __repr__(&self) -> String {

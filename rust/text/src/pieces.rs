@@ -151,7 +151,8 @@ fn only_char(text: &str) -> Option<char> {
 /// Reads `<0xNN>`.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
-    (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten()
+    let is_byte = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    is_byte.then(|| u8::from_str_radix(digits, 16).ok()).flatten()
 }
 
 /// The bytes that a byte-level token stands for, or `None` if a character lies outside that alphabet (added tokens do).

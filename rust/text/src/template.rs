@@ -177,7 +177,7 @@ impl ChatTemplate {
         variables.insert("tools".to_owned(), tools);
         variables.insert("documents".to_owned(), absent());
         variables.insert("add_generation_prompt".to_owned(), Value::from(request.add_generation_prompt));
-        Value::from_iter(variables)
+        Value::from(variables)
     }
 
     fn explain_bound(&self, error: &minijinja::Error) -> Error {
@@ -216,7 +216,7 @@ fn environment(limits: TemplateLimits) -> Environment<'static> {
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_recursion_limit(MAX_DEPTH);
     environment.set_fuel(Some(limits.fuel));
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(python_method);
     environment.add_filter("tojson", move |state: &State, value: &Value, options: Kwargs| {
         tojson(state, value, &options, limits.max_output_bytes, MAX_VALUE_DEPTH)
     });
@@ -225,6 +225,21 @@ fn environment(limits: TemplateLimits) -> Environment<'static> {
     });
     environment.add_function("strftime_now", |format: &str| strftime(format, SystemTime::now()));
     environment
+}
+
+/// Python's methods of strings, lists and maps. `str.format` only fills in: a width in a format specification could ask
+/// for any amount of memory.
+fn python_method(
+    state: &mut State,
+    value: &Value,
+    method: &str,
+    arguments: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    if method == "format" && value.as_str().is_some_and(|format| format.contains(':')) {
+        let message = "str.format with a format specification is not supported";
+        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+    }
+    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
 }
 
 /// Takes the rendered text up to the bounds.

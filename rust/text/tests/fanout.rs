@@ -188,6 +188,7 @@ fn a_failed_step_gives_its_message_and_leaves_neighbours_alone() {
     let step_id = rig.scheduler.batch().step_id;
     let later = rig.submit(1, &[]);
     rig.scheduler.fail(step_id, "the model fell over").unwrap();
+    rig.scheduler.step(None, 2_000_000).unwrap();
     let results: HashMap<u64, FinishedRequest> =
         rig.finish(2).into_iter().map(|result| (result.request_id, result)).collect();
     assert_eq!(results[&failing].finish_reason, FinishReason::Error);

@@ -34,7 +34,7 @@ fn all_vectors_render_to_the_same_text_or_fail() {
     let mut count = 0;
     for line in text.lines() {
         let row: Value = serde_json::from_str(line).unwrap();
-        let source = templates[row["template"].as_str().unwrap()]["template"].as_str().unwrap();
+        let source = templates[row["template"].as_str().unwrap()]["chat_template"].as_str().unwrap();
         let (bos, eos) = (row["bos_token"].as_str(), row["eos_token"].as_str());
         let template = ChatTemplate::new(source, bos, eos, TemplateLimits::default()).unwrap();
         // Read once more, keeping the order of keys, which the rendered JSON shows.

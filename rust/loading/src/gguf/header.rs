@@ -210,7 +210,7 @@ fn place(
 
 fn place_one(entry: Entry<'_>, data: u64, available: u64, alignment: u64) -> Result<TensorInfo, ErrorKind> {
     let Entry { name, shape, encoding, offset, bytes } = entry;
-    if offset % alignment != 0 {
+    if !offset.is_multiple_of(alignment) {
         return Err(ErrorKind::Misaligned { offset, alignment });
     }
     let end = offset.checked_add(bytes).ok_or(ErrorKind::SizeOverflow(vec![offset, bytes]))?;

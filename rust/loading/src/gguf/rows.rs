@@ -29,7 +29,7 @@ pub(super) fn order(file: &GgufFile, info: &TensorInfo) -> Result<RowOrder> {
         let kind = ErrorKind::PartialUnit { elements, unit: "pairs of rows in heads", size };
         file.error(&format!("tensor {}", info.name), kind)
     };
-    if rows % (2 * heads) != 0 {
+    if !rows.is_multiple_of(2 * heads) {
         return Err(refuse(rows, 2 * heads));
     }
     let block = info.encoding.block_elements() as u64;

@@ -145,7 +145,7 @@ impl Array {
             return Err(ErrorKind::NestedArray);
         }
         // Refused before it is walked: a length that cannot fit would otherwise cost a long loop.
-        let least = len.checked_mul(element.bytes()).unwrap_or(u64::MAX);
+        let least = len.saturating_mul(element.bytes());
         if least > reader.remaining() {
             return Err(ErrorKind::Truncated { needed: least, available: reader.remaining() });
         }

@@ -65,7 +65,7 @@ impl Dtype {
             .checked_mul(self.bits)
             .filter(|&bits| isize::try_from(bits).is_ok())
             .ok_or_else(|| ErrorKind::SizeOverflow(shape.to_vec()))?;
-        if bits % 8 != 0 {
+        if !bits.is_multiple_of(8) {
             return Err(ErrorKind::PartialUnit { elements, unit: "bytes", size: self.bits });
         }
         Ok(bits / 8)

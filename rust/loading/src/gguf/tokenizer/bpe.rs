@@ -25,12 +25,12 @@ pub(super) fn build<'a>(file: &'a GgufFile, vocabulary: &'a Vocabulary<'a>) -> R
             let what = "a leading space with this pre-tokenizer";
             return Err(file.error(ADD_SPACE_PREFIX_KEY, ErrorKind::Unsupported(what)));
         }
-        pre.pre_tokenizer = byte_level(true, true);
+        pre.json = byte_level(true, true);
     }
     let normalizer = if pre.composes { json!({"type": "NFC"}) } else { Value::Null };
     let options = BpeOptions { unk_token: None, byte_fallback: false, ignore_merges: pre.ignores_merges };
     let model = Bpe::new(options, &vocabulary.tokens, merges(file, vocabulary)?);
-    Ok(tokenizer(normalizer, pre.pre_tokenizer, byte_level(false, true), model))
+    Ok(tokenizer(normalizer, pre.json, byte_level(false, true), model))
 }
 
 /// Reads the merges, in order of rank; each must join two tokens into a third one.

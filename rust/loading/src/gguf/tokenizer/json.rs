@@ -19,6 +19,7 @@ pub(super) struct TokenizerJson<'a> {
 
 /// A token that is matched as a whole before the text is normalised.
 #[derive(Debug, serde::Serialize)]
+#[allow(clippy::struct_excessive_bools, reason = "the fields are those of the format")]
 pub(super) struct AddedToken<'a> {
     id: u32,
     content: &'a str,

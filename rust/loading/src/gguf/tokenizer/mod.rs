@@ -166,12 +166,12 @@ fn added_tokens<'a>(file: &GgufFile, vocabulary: &Vocabulary<'a>) -> Vec<AddedTo
 }
 
 /// Makes a tokenizer without added tokens and post-processor; both are the same for all models.
-fn tokenizer<'a>(
+fn tokenizer(
     normalizer: serde_json::Value,
     pre_tokenizer: serde_json::Value,
     decoder: serde_json::Value,
-    model: json::Bpe<'a>,
-) -> TokenizerJson<'a> {
+    model: json::Bpe<'_>,
+) -> TokenizerJson<'_> {
     TokenizerJson {
         version: "1.0",
         truncation: (),

@@ -52,7 +52,7 @@ const DEEPSEEK_LETTERS: &str = "\\s?[\
 #[derive(Clone, Debug)]
 pub(super) struct Pre {
     /// As in a `tokenizer.json`.
-    pub(super) pre_tokenizer: Value,
+    pub(super) json: Value,
     /// Whether the text is composed (NFC) first.
     pub(super) composes: bool,
     /// Whether a word that is a token is taken whole, without merges.
@@ -62,13 +62,13 @@ pub(super) struct Pre {
 }
 
 impl Pre {
-    fn new(pre_tokenizer: Value) -> Self {
-        Self { pre_tokenizer, composes: false, ignores_merges: false, adds_bos: false }
+    fn new(json: Value) -> Self {
+        Self { json, composes: false, ignores_merges: false, adds_bos: false }
     }
 
     /// Says whether the whole cut is GPT-2's.
     pub(super) fn is_plain_byte_level(&self) -> bool {
-        self.pre_tokenizer["type"] == "ByteLevel"
+        self.json["type"] == "ByteLevel"
     }
 }
 
@@ -77,7 +77,7 @@ pub(super) fn by_name(name: &str) -> Option<Pre> {
     Some(match name {
         DEFAULT | "gpt-2" | "phi-2" | "mpt" | "olmo" | "jais" | "trillion" => Pre::new(byte_level(false, true)),
         "smollm" | "starcoder" | "refact" | "command-r" | "codeshell" | "exaone" | "minerva-7b" => {
-            Pre::new(sequence(vec![json!({"type": "Digits", "individual_digits": true}), byte_level(false, true)]))
+            Pre::new(sequence(&[json!({"type": "Digits", "individual_digits": true}), byte_level(false, true)]))
         }
         "llama-bpe" | "llama3" | "llama-v3" | "falcon3" | "pixtral" => {
             Pre { ignores_merges: true, adds_bos: true, ..splits(&[LLAMA3]) }
@@ -99,11 +99,11 @@ fn splits(expressions: &[&str]) -> Pre {
         let pattern = json!({"Regex": expression});
         json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false})
     };
-    let steps = expressions.iter().map(split).chain([byte_level(false, false)]).collect();
-    Pre::new(sequence(steps))
+    let steps: Vec<Value> = expressions.iter().map(split).chain([byte_level(false, false)]).collect();
+    Pre::new(sequence(&steps))
 }
 
-fn sequence(steps: Vec<Value>) -> Value {
+fn sequence(steps: &[Value]) -> Value {
     json!({"type": "Sequence", "pretokenizers": steps})
 }
 

@@ -1,0 +1,568 @@
+"""`cbrs.Scheduler`: the contract as Python sees it; decisions are tested in `rust/core/tests`."""
+
+import gc
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from cbrs import Scheduler, SchedulerConfig, StepResult
+from cbrs.errors import (
+    CbrsError,
+    EngineClosedError,
+    InvalidRequestError,
+    OverloadedError,
+    PromptTooLongError,
+    StepError,
+)
+
+VOCAB_SIZE = 100
+
+
+def make_scheduler(**options):
+    defaults = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "num_blocks": 32,
+        "max_model_len": 64,
+        "block_size": 4,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": (0,),
+    }
+    return Scheduler(SchedulerConfig(**(defaults | options)))
+
+
+def run(scheduler, batch=None, token=7, max_steps=1000):
+    """Answers every sample from `batch` on with `token`; returns the events of each request."""
+    events = {}
+    batch = scheduler.step() if batch is None else batch
+    for _ in range(max_steps):
+        collect(batch.outputs, events)
+        scheduler.check_invariants()
+        if batch.num_seqs == 0:
+            return events
+        batch = scheduler.step(np.full(len(batch.sample_index), token, np.int32))
+    raise AssertionError(f"not finished after {max_steps} steps")
+
+
+def collect(outputs, events):
+    for index, request in enumerate(outputs.request_ids.tolist()):
+        token, reason = int(outputs.token_ids[index]), outputs.finish_reason(index)
+        events.setdefault(request, []).append((token, reason))
+
+
+def assert_drained(scheduler):
+    scheduler.check_invariants()
+    stats = scheduler.stats()
+    assert stats["num_running"] == stats["num_waiting"] == stats["num_used_blocks"] == 0
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == scheduler.config.num_blocks
+
+
+def test_a_batch_has_the_arrays_of_the_contract():
+    scheduler = make_scheduler()
+    first = scheduler.submit(
+        [1, 2, 3, 4, 5, 6], max_tokens=2, temperature=0.5, top_k=3, top_p=0.9, seed=11
+    )
+    batch = scheduler.step()
+    second = scheduler.submit(np.array([9], np.int32), max_tokens=3, min_p=0.25)
+    assert batch.outputs.started_request_ids.tolist() == [first]
+    batch = scheduler.step(np.array([42], np.int32))
+    assert (batch.num_seqs, batch.num_decodes, batch.num_tokens) == (2, 2, 2)
+    assert (batch.max_query_len, batch.max_seq_len) == (1, 7)
+    expected = {
+        "token_ids": ("int32", [42, 9]),
+        "positions": ("int32", [6, 0]),
+        "query_start": ("int32", [0, 1, 2]),
+        "seq_lens": ("int32", [7, 1]),
+        "row_ids": ("int32", [0, 1]),
+        "request_ids": ("uint64", [first, second]),
+        "choice_ids": ("int32", [0, 0]),
+        "logits_index": ("int32", [0, 1]),
+        "sample_index": ("int32", [0, 1]),
+        "sample_rows": ("int32", [0, 1]),
+        "sample_positions": ("int32", [1, 0]),
+        "new_rows": ("int32", [1]),
+        "freed_rows": ("int32", []),
+    }
+    for name, (dtype, values) in expected.items():
+        array = getattr(batch, name)
+        assert (array.dtype, array.tolist()) == (np.dtype(dtype), values), name
+    assert batch.block_tables.shape == (4, 16)
+    assert batch.block_tables.dtype == np.int32
+    blocks = batch.block_tables[[0, 1], [1, 0]]
+    assert batch.slot_mapping.tolist() == [blocks[0] * 4 + 2, blocks[1] * 4]
+    assert batch.slot_mapping.dtype == np.int64
+    rows, columns, start, ids = batch.block_table_updates
+    assert (rows.tolist(), columns.tolist(), start.tolist()) == ([1], [0], [0, 1])
+    assert ids.tolist() == [blocks[1]]
+    sampling = (
+        batch.temperature[0],
+        batch.top_k[0],
+        batch.top_p[0],
+        batch.seeds[0],
+        batch.min_p[1],
+    )
+    assert sampling == (0.5, 3, np.float32(0.9), 11, 0.25)
+    assert (batch.outputs.request_ids.tolist(), batch.outputs.token_ids.tolist()) == ([first], [42])
+    assert (len(batch.outputs), batch.outputs.finish_reason(0)) == (1, None)
+    run(scheduler, batch)
+    assert_drained(scheduler)
+
+
+def test_prompts_may_be_any_integers_and_nothing_else():
+    scheduler = make_scheduler()
+    for prompt in (
+        [1, 2],
+        (1, 2),
+        np.array([1, 2]),
+        np.array([1, 2], np.uint8),
+        iter([1, 2]),
+        range(1, 3),
+    ):
+        scheduler.submit(prompt, max_tokens=1)
+    for prompt in (["a"], "12", [1.5], np.array([1.5]), np.array([[1, 2]]), 3, None, [None]):
+        with pytest.raises((TypeError, InvalidRequestError)):
+            scheduler.submit(prompt)
+    assert len(run(scheduler)) == 6
+    assert_drained(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ({"prompt_token_ids": []}, "prompt"),
+        ({"prompt_token_ids": [1, VOCAB_SIZE]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [2**40]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [2**80]}, "prompt_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2**63}, "prompt"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"min_p": -0.01}, "min_p"),
+        ({"min_p": 1.01}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": -(2**70)}, "top_k"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"tenant": ""}, "tenant"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"n": 2}, "n"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"logit_bias": {1: 5.0}}, "logit_bias"),
+        ({"priority": "batch"}, "priority"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_by_name_and_leaves_nothing_behind(arguments, param):
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequestError) as caught:
+        scheduler.submit(**({"prompt_token_ids": [1, 2]} | arguments))
+    assert caught.value.param == param
+    assert isinstance(caught.value, CbrsError)
+    assert isinstance(caught.value, ValueError)
+    assert scheduler.stats()["num_accepted_requests"] == 0
+    assert_drained(scheduler)
+
+
+def test_the_length_rule_holds_at_the_limit_and_one_beyond():
+    scheduler = make_scheduler()
+    scheduler.submit([1] * 63)
+    scheduler.submit([1] * 60, max_tokens=4)
+    for prompt, max_tokens in (([1] * 64, None), ([1] * 60, 5)):
+        with pytest.raises(PromptTooLongError, match="max_model_len is 64"):
+            scheduler.submit(prompt, max_tokens)
+    events = run(scheduler)
+    assert sorted(len(of_one) for of_one in events.values()) == [1, 4]
+    assert {of_one[-1][1] for of_one in events.values()} == {"length"}
+
+
+def test_the_context_is_lowered_to_what_the_pool_holds():
+    config = SchedulerConfig(
+        max_num_seqs=1, max_num_batched_tokens=8, num_blocks=15, max_model_len=100, block_size=4
+    )
+    assert config.max_model_len == 60
+    scheduler = Scheduler(config)
+    scheduler.submit([1] * 59)
+    with pytest.raises(PromptTooLongError, match="60"):
+        scheduler.submit([1] * 60)
+    run(scheduler)
+    assert_drained(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": -3}, "max_num_seqs is -3"),
+        ({"num_blocks": 2**70}, "num_blocks"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"queue_capacity": 0}, "queue_capacity is 0"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"eos_token_ids": [VOCAB_SIZE]}, "eos_token_ids"),
+        ({"policy": "lifo"}, "unknown policy"),
+        ({"clock": "wall"}, "clock"),
+    ],
+)
+def test_a_wrong_setting_is_a_value_error_that_names_it(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_scheduler(**options)
+
+
+def test_a_result_that_does_not_fit_changes_nothing():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_tokens=2)
+    with pytest.raises(StepError, match="no batch is in flight"):
+        scheduler.step([1])
+    batch = scheduler.step()
+    wrong = [
+        None,
+        [],
+        [1, 2],
+        [VOCAB_SIZE],
+        [-1],
+        StepResult(batch.step_id + 1, [1]),
+        StepResult(batch.step_id, [1], row_error=[0, 0]),
+        StepResult(batch.step_id, [1], token_start=[0, 2]),
+        StepResult(batch.step_id, [1], token_start=[0]),
+    ]
+    for result in wrong:
+        with pytest.raises(StepError):
+            scheduler.step(result)
+    with pytest.raises(StepError):
+        scheduler.fail(batch.step_id + 1, "no")
+    batch = scheduler.step(StepResult(batch.step_id, [5], token_start=[0, 1], row_error=[False]))
+    assert batch.outputs.token_ids.tolist() == [5]
+    run(scheduler, batch)
+    assert_drained(scheduler)
+
+
+def test_values_of_later_versions_are_refused():
+    for name in ("logprobs", "prompt_logprobs", "draft_token_ids", "step_time_ns"):
+        with pytest.raises(InvalidRequestError, match=name):
+            StepResult(1, [1], **{name: [1]})
+    with pytest.raises(TypeError, match="tempreature"):
+        make_scheduler().submit([1], tempreature=1.0)
+
+
+def test_a_failed_step_ends_only_the_requests_it_touched():
+    scheduler = make_scheduler(max_num_seqs=1)
+    failed = scheduler.submit([1, 2, 3, 4, 5], max_tokens=4)
+    waiting = scheduler.submit([1, 2, 3, 4, 5], max_tokens=1)
+    batch = scheduler.step()
+    scheduler.fail(batch.step_id, "out of luck")
+    assert scheduler.stats()["num_used_blocks"] == scheduler.stats()["num_cached_blocks"] == 0
+    batch = scheduler.step()
+    outputs = batch.outputs
+    assert (outputs.request_ids.tolist(), outputs.finish_reason(0)) == ([failed], "error")
+    assert outputs.error(0) == "out of luck"
+    assert outputs.stop_reason(0) is None
+    assert outputs.started_num_cached_tokens.tolist() == [0], (
+        "nothing of a failed step is published"
+    )
+    assert set(run(scheduler, batch)) == {failed, waiting}
+    assert_drained(scheduler)
+
+
+def test_a_row_without_usable_logits_fails_alone():
+    scheduler = make_scheduler()
+    first, second = scheduler.submit([1, 2], max_tokens=2), scheduler.submit([3], max_tokens=2)
+    batch = scheduler.step()
+    order = batch.request_ids.tolist()
+    row_error = [request == second for request in order]
+    batch = scheduler.step(
+        StepResult(batch.step_id, [-1 if bad else 5 for bad in row_error], row_error=row_error)
+    )
+    outcome = {
+        int(r): batch.outputs.finish_reason(i) for i, r in enumerate(batch.outputs.request_ids)
+    }
+    assert outcome == {first: None, second: "error"}
+    run(scheduler, batch)
+    assert_drained(scheduler)
+
+
+def test_ends_say_why():
+    scheduler = make_scheduler()
+    by_eos = scheduler.submit([1], max_tokens=9)
+    by_id = scheduler.submit([2], max_tokens=9, stop_token_ids=[0, 7], ignore_eos=True)
+    by_text = scheduler.submit([3], max_tokens=9)
+    cancelled = scheduler.submit([4], max_tokens=9)
+    answers = {by_eos: 0, by_id: 7, by_text: 5, cancelled: 5}
+    batch = scheduler.step()
+    tokens = [answers[request] for request in batch.request_ids.tolist()]
+    assert scheduler.cancel(cancelled)
+    assert not scheduler.cancel(cancelled), "the second cancel does nothing"
+    assert scheduler.finish(by_text, 0, 0, "END")
+    outputs = scheduler.step(np.array(tokens, np.int32)).outputs
+    ends = {
+        int(request): (outputs.finish_reason(i), outputs.stop_reason(i))
+        for i, request in enumerate(outputs.request_ids)
+    }
+    assert ends == {
+        by_eos: ("stop", None),
+        by_id: ("stop", 7),
+        by_text: ("stop", "END"),
+        cancelled: ("cancelled", None),
+    }
+    codes = {outputs.STOP, outputs.LENGTH, outputs.CANCELLED, outputs.ERROR, 0}
+    assert len(codes) == 5
+    assert set(outputs.finish_reasons.tolist()) == {outputs.STOP, outputs.CANCELLED}
+    assert scheduler.stats()["num_output_tokens"] == 2, "a token dropped by finish() does not count"
+    assert_drained(scheduler)
+
+
+def test_unknown_ids_do_nothing():
+    scheduler = make_scheduler()
+    request = scheduler.submit([1], max_tokens=1)
+    run(scheduler)
+    for stale in (request, 0, 1, 2**63, 2**64 - 1):
+        assert not scheduler.cancel(stale)
+        assert not scheduler.finish(stale, 0, 1)
+    assert run(scheduler) == {}
+    assert_drained(scheduler)
+
+
+def test_e03_a_cancelled_waiter_leaves_no_trace():
+    scheduler = make_scheduler(max_num_seqs=1)
+    running = scheduler.submit([1], max_tokens=3)
+    waiting = scheduler.submit([2], max_tokens=3)
+    batch = scheduler.step()
+    scheduler.cancel(waiting)
+    batch = scheduler.step([5])
+    ends = [
+        (int(r), batch.outputs.finish_reason(i)) for i, r in enumerate(batch.outputs.request_ids)
+    ]
+    assert ends == [(waiting, "cancelled"), (running, None)]
+    again = scheduler.submit([2], max_tokens=3)
+    assert again not in (running, waiting)
+    assert set(run(scheduler, batch)) == {running, waiting, again}
+    assert_drained(scheduler)
+
+
+def test_bounds_of_the_queue_are_exact_and_a_refusal_is_immediate():
+    scheduler = make_scheduler(queue_capacity=3, max_queued_tokens=10)
+    scheduler.submit([1] * 4)
+    scheduler.submit([2] * 6)
+    with pytest.raises(OverloadedError, match="max_queued_tokens is 10") as caught:
+        scheduler.submit([1])
+    assert caught.value.retry_after_s is None
+    scheduler.step()
+    for _ in range(3):
+        scheduler.submit([1], max_tokens=1)
+    with pytest.raises(OverloadedError, match="3 requests are waiting"):
+        scheduler.submit([1])
+    assert scheduler.stats()["num_waiting"] == 3
+
+
+def test_block_waits_for_a_submit_and_returns_without_delay():
+    scheduler = make_scheduler()
+    submitted = []
+
+    def submit_later():
+        time.sleep(0.05)
+        submitted.append((scheduler.submit([1, 2]), time.monotonic()))
+
+    thread = threading.Thread(target=submit_later)
+    thread.start()
+    batch = scheduler.step(block=True)
+    woken = time.monotonic()
+    thread.join()
+    assert batch.request_ids.tolist() == [submitted[0][0]]
+    assert woken - submitted[0][1] < 0.09, "it was woken, not timed out"
+
+
+def test_block_does_not_wait_when_there_is_something_to_report():
+    scheduler = make_scheduler()
+    scheduler.submit([1], max_tokens=1)
+    batch = scheduler.step(block=True)
+    batch = scheduler.step([5], block=True)
+    assert (batch.num_seqs, batch.outputs.finish_reason(0)) == (0, "length")
+
+
+def test_block_ends_with_close_and_lets_other_threads_run():
+    scheduler = make_scheduler()
+    ticks = []
+
+    def tick_then_close():
+        for _ in range(20):
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+        scheduler.close()
+
+    thread = threading.Thread(target=tick_then_close)
+    thread.start()
+    with suppress(EngineClosedError):
+        scheduler.step(block=True)
+    thread.join()
+    assert len(ticks) == 20, "the other thread had the GIL meanwhile"
+    with pytest.raises(EngineClosedError):
+        scheduler.step(block=True)
+
+
+def test_a_signal_ends_a_wait_and_leaves_the_scheduler_usable():
+    scheduler = make_scheduler()
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step(block=True)
+    assert time.monotonic() - started < 2
+    scheduler.submit([1], max_tokens=1)
+    assert len(run(scheduler)) == 1
+
+
+def test_a_second_thread_in_step_is_refused():
+    scheduler = make_scheduler()
+    thread = threading.Thread(target=lambda: scheduler.step(block=True))
+    thread.start()
+    time.sleep(0.05)
+    with pytest.raises(StepError, match="another thread"):
+        scheduler.step()
+    scheduler.submit([1])
+    thread.join()
+
+
+def test_close_ends_every_live_request_once():
+    scheduler = make_scheduler(max_num_seqs=2)
+    live = {scheduler.submit([1, 2], max_tokens=9) for _ in range(5)}
+    scheduler.step()
+    scheduler.close()
+    with pytest.raises(EngineClosedError):
+        scheduler.submit([1])
+    batch = scheduler.step()
+    assert batch.num_seqs == 0
+    assert sorted(batch.outputs.request_ids.tolist()) == sorted(live)
+    assert {batch.outputs.finish_reason(i) for i in range(5)} == {"cancelled"}
+    with pytest.raises(EngineClosedError):
+        scheduler.step()
+    assert_drained(scheduler)
+
+
+def test_a_view_kept_longer_than_its_scheduler_is_still_memory():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_tokens=2)
+    batch = scheduler.step()
+    views = [
+        batch.token_ids,
+        batch.block_tables,
+        batch.slot_mapping,
+        batch.temperature,
+        batch.outputs.request_ids,
+    ]
+    copies = [view.copy() for view in views]
+    del scheduler, batch
+    gc.collect()
+    filler = [np.full(1000, 255, np.uint8) for _ in range(2000)]
+    for view, copy in zip(views, copies, strict=True):
+        np.testing.assert_array_equal(view, copy)
+    del filler
+
+
+def test_a_batch_stays_readable_until_its_commit_returns():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_tokens=3)
+    first = scheduler.step()
+    tokens = first.token_ids
+    second = scheduler.step([4])
+    assert tokens.tolist() == [1, 2, 3], "the arrays of two steps are apart"
+    assert second.token_ids.tolist() == [4]
+
+
+def test_the_manual_clock_shows_in_the_outputs():
+    scheduler = make_scheduler(clock="manual")
+    scheduler.submit([1], max_tokens=1)
+    scheduler.set_time_ns(5_000)
+    batch = scheduler.step()
+    assert (batch.outputs.time_ns, scheduler.time_ns()) == (5_000, 5_000)
+    with pytest.raises(ValueError, match="manual"):
+        make_scheduler().set_time_ns(1)
+
+
+def test_many_threads_submit_cancel_and_read_while_one_steps():
+    scheduler = make_scheduler(queue_capacity=512)
+    accepted, refused, stop = [], [], threading.Event()
+
+    def produce(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(300):
+            try:
+                request = scheduler.submit(
+                    rng.integers(1, VOCAB_SIZE, rng.integers(1, 12)), max_tokens=3
+                )
+            except OverloadedError:
+                refused.append(1)
+                time.sleep(0.001)
+                continue
+            accepted.append(request)
+            if rng.random() < 0.3:
+                scheduler.cancel(request)
+            scheduler.stats()
+
+    events = {}
+
+    def drive():
+        batch = scheduler.step()
+        while batch.num_seqs or not stop.is_set():
+            collect(batch.outputs, events)
+            if batch.num_seqs == 0:
+                time.sleep(0.0005)
+            batch = scheduler.step([7] * len(batch.sample_index))
+        collect(batch.outputs, events)
+
+    driver = threading.Thread(target=drive)
+    producers = [threading.Thread(target=produce, args=(seed,)) for seed in range(8)]
+    for thread in [driver, *producers]:
+        thread.start()
+    for thread in producers:
+        thread.join()
+    stop.set()
+    driver.join()
+    for request, of_one in run(scheduler).items():
+        events.setdefault(request, []).extend(of_one)
+    assert len(accepted) + len(refused) == 8 * 300
+    assert len(set(accepted)) == len(accepted)
+    assert set(events) == set(accepted)
+    for of_one in events.values():
+        assert [reason for _, reason in of_one if reason] == [of_one[-1][1]], (
+            "one end, and it is the last event"
+        )
+    assert_drained(scheduler)
+
+
+def test_seeds_follow_the_scheduler_seed_and_the_order_of_arrival():
+    def seeds(seed):
+        scheduler = make_scheduler(seed=seed)
+        for _ in range(3):
+            scheduler.submit([1])
+        scheduler.submit([1], seed=0)
+        return scheduler.step().seeds.tolist()
+
+    assert seeds(1) == seeds(1)
+    assert seeds(1)[:3] != seeds(2)[:3]
+    assert len(set(seeds(1)[:3])) == 3
+    assert seeds(1)[3] == 0, "0 is a seed"
+    assert make_scheduler().config.seed != make_scheduler().config.seed
+
+
+def test_reset_forgets_cached_prefixes():
+    scheduler = make_scheduler()
+    prompt = list(range(1, 14))
+    cached = []
+    for reset in (False, False, True):
+        if reset:
+            scheduler.reset_prefix_cache()
+        scheduler.submit(prompt, max_tokens=1)
+        batch = scheduler.step()
+        cached.append(int(batch.outputs.started_num_cached_tokens[0]))
+        run(scheduler, batch)
+    assert cached == [0, 12, 0]
+    assert scheduler.stats()["num_cached_prompt_tokens"] == 12
