@@ -19,8 +19,8 @@ def write_kv(
 ) -> None:
     """Write keys and values `[num_tokens, num_kv_heads, head_dim]` to their slots of the caches.
 
-    `slot_mapping` is int64 `[num_tokens]`: `block * block_size + offset`, or -1 for a token that is not
-    written. Both caches are written in place.
+    `slot_mapping` is int64 `[num_tokens]`: `block * block_size + offset`, or -1 for a token that is
+    not written. Both caches are written in place.
     """
     block_size = key_cache.shape[2]
     written = slot_mapping >= 0
@@ -45,11 +45,11 @@ def paged_attention(
     """Attend causally, each sequence over its own blocks; fills `out`.
 
     `out` and `query` are `[num_tokens, num_heads, head_dim]`. The tokens of sequence `s` are
-    `query_start[s]` to `query_start[s + 1]` (int32 `[num_seqs + 1]`), the last ones of its context of
-    `seq_lens[s]` tokens (int32 `[num_seqs]`). Its blocks are `block_tables[row_ids[s]]` (int32
-    `[max_num_seqs, max_blocks]`). Query head `h` uses KV head `h // (num_heads / num_kv_heads)`. With a
-    sliding window `w`, the query at position `i` sees the keys `j` with `i - w < j <= i`. Rows of `out`
-    behind the last query are set to zero.
+    `query_start[s]` to `query_start[s + 1]` (int32 `[num_seqs + 1]`), the last ones of its context
+    of `seq_lens[s]` tokens (int32 `[num_seqs]`). Its blocks are `block_tables[row_ids[s]]` (int32
+    `[max_num_seqs, max_blocks]`). Query head `h` uses KV head `h // (num_heads / num_kv_heads)`.
+    With a sliding window `w`, the query at position `i` sees the keys `j` with `i - w < j <= i`.
+    Rows of `out` behind the last query are set to zero.
     """
     starts, lens, rows = query_start.tolist(), seq_lens.tolist(), row_ids.tolist()
     for sequence, (seq_len, row) in enumerate(zip(lens, rows, strict=True)):
@@ -72,7 +72,7 @@ def _gather(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None
 ) -> Tensor:
-    """Return `[num_queries, num_heads, head_dim]`; the queries are the last tokens of the context."""
+    """Return `[num_queries, num_heads, head_dim]`; the queries are the context's last tokens."""
     num_queries, num_heads, _ = query.shape
     num_kv_heads, seq_len, _ = keys.shape
     group = num_heads // num_kv_heads

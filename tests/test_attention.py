@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="attention needs torch")
 
 from cbrs._core import CpuKernels, cpu_features  # noqa: E402
-
 from cbrs.kernels import reference  # noqa: E402
 from cbrs.runner.attention import (  # noqa: E402
     AttentionMetadata,
@@ -272,7 +273,7 @@ def test_make_backend_chooses_by_device_and_refuses_other_dtypes():
     assert isinstance(make_backend(bench.shape, bench.cache, "cpu", 1), CpuAttention)
     assert isinstance(make_backend(bench.shape, bench.cache, "meta", 1), TorchAttention)
     half = KVCache(1, 2, 4, 2, 16, torch.float16)
-    with pytest.raises(ValueError, match="float32 or bfloat16 KV cache, got torch.float16"):
+    with pytest.raises(ValueError, match=r"float32 or bfloat16 KV cache, got torch\.float16"):
         make_backend(bench.shape, half, "cpu", 1)
 
 
@@ -326,7 +327,8 @@ BAD_ARGUMENTS = {
         r"out has shape \[4, 2, 8\], expected \[5, 2, 8\]",
     ),
     "a wrong head size": ({"query": np.ones((5, 2, 7), dtype=np.float32)}, "query has shape"),
-    "a window of 0": ({"sliding_window": 0}, "sliding_window must be at least 1"),
+    "a window of 0": ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+    "a negative window": ({"sliding_window": -8}, "sliding_window must be at least 1, got -8"),
     "a NaN scale": ({"scale": float("nan")}, "scale must be finite"),
 }
 
@@ -381,8 +383,36 @@ def test_cpu_features_name_the_chosen_kernel():
     assert features["kernel"].startswith(features["isa"])
 
 
+@pytest.mark.parametrize("num_threads", [0, -1, 1025])
+def test_a_number_of_threads_out_of_range_is_refused(num_threads):
+    with pytest.raises(ValueError, match=f"num_threads must be .*, got {num_threads}"):
+        CpuKernels(num_threads)
+
+
+def test_one_kernels_object_serves_several_threads():
+    rng = np.random.default_rng(0)
+    kernels = CpuKernels(3)
+    batch = arguments() | {
+        "query": rng.standard_normal((5, 2, 8), dtype=np.float32),
+        "key_cache": rng.standard_normal((400, 1, 4, 8), dtype=np.float32),
+        "value_cache": rng.standard_normal((400, 1, 4, 8), dtype=np.float32),
+        "block_tables": rng.permutation(400).astype(np.int32).reshape(1, 400),
+        "seq_lens": np.array([1600], dtype=np.int32),
+    }
+
+    def attend(_: int) -> bytes:
+        out = np.full((5, 2, 8), np.nan, dtype=np.float32)
+        kernels.paged_attention(**(batch | {"out": out}))
+        return out.tobytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        results = set(pool.map(attend, range(200)))
+    assert len(results) == 1
+    assert np.isfinite(np.frombuffer(results.pop(), dtype=np.float32)).all()
+
+
 def test_threads_end_with_the_kernels():
-    tasks = pytest.importorskip("pathlib").Path("/proc/self/task")
+    tasks = Path("/proc/self/task")
     if not tasks.exists():
         pytest.skip("needs /proc to count threads")
     before = len(list(tasks.iterdir()))

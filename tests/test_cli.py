@@ -221,19 +221,20 @@ def test_a_ctrl_c_exits_with_130_and_no_traceback():
 
 def test_a_reader_that_goes_away_is_no_traceback():
     prompts = "a\n" * 2000  # more output than the pipe holds
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cbrs", "generate", "null", "--json", "--file", "-"],
+    options = ["--json", "--file", "-", "--max-tokens", "40"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "cbrs", "generate", "null", *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    process.stdin.write(prompts)
-    process.stdin.close()
-    process.stdout.readline()
-    process.stdout.close()
-    stderr = process.stderr.read()
-    assert process.wait(60) == 1
+    ) as process:
+        process.stdin.write(prompts)
+        process.stdin.close()
+        process.stdout.readline()
+        process.stdout.close()
+        stderr = process.stderr.read()
+        assert process.wait(60) == 1
     assert "Traceback" not in stderr
     assert "Exception ignored" not in stderr
 

@@ -186,6 +186,26 @@ def test_special_tokens_and_template_of_smollm2(smollm2: _core.GgufFile) -> None
     assert "<|im_start|>" in smollm2.chat_template
 
 
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "unk", "pad"])
+def test_i01_a_special_token_id_beyond_the_vocabulary_is_refused_naming_the_key(
+    write: Write, name: str
+) -> None:
+    def with_id(token_id: int) -> Callable[[gguf.GGUFWriter], None]:
+        def fill(writer: gguf.GGUFWriter) -> None:
+            writer.add_token_list(["<s>", "a", "b"])
+            getattr(writer, f"add_{name}_token_id")(token_id)
+
+        return fill
+
+    with pytest.raises(_core.ModelLoadError) as caught:
+        write(with_id(3))
+    stored = {"unk": "unknown", "pad": "padding"}.get(name, name)
+    assert caught.value.field == f"tokenizer.ggml.{stored}_token_id"
+    assert caught.value.field in str(caught.value)
+    assert write(with_id(2)).special_token_ids == {name: 2}
+    assert write(with_id(0xFFFFFFFF)).special_token_ids == {}
+
+
 def test_unknown_tensors_and_dtypes_are_refused(smollm2: _core.GgufFile) -> None:
     with pytest.raises(_core.ModelLoadError, match=r"blk\.99\.attn_q\.weight") as caught:
         smollm2.tensor("blk.99.attn_q.weight")

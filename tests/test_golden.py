@@ -77,7 +77,7 @@ def assert_exact(loaded: LoadedModel, cases: list[Case], chunk: int) -> None:
                 assert abs(own - logprob) <= 1e-3, case["name"]
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
+@pytest.mark.parametrize("chunk", [64, 512])
 def test_smollm2_logprobs_equal_the_reference(smollm2: LoadedModel, chunk: int) -> None:
     assert_exact(smollm2, SMOLLM2["cases"], chunk)
 

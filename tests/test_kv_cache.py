@@ -51,6 +51,20 @@ def test_free_memory_is_what_the_system_calls_available():
     assert 0 < kv_cache.free_memory() <= total * 1024
 
 
-def test_a_control_group_limit_lowers_free_memory(monkeypatch):
-    monkeypatch.setattr(kv_cache, "_control_group_headroom", lambda: 12345)
-    assert kv_cache.free_memory() == 12345
+@pytest.mark.parametrize(
+    ("limit_file", "usage_file"),
+    [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_a_control_group_limit_lowers_free_memory(tmp_path, monkeypatch, limit_file, usage_file):
+    headroom = kv_cache._control_group_headroom
+    assert headroom(tmp_path) == 2**63 - 1
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit_file).write_text("1000\n")
+    (tmp_path / usage_file).write_text("400\n")
+    monkeypatch.setattr(kv_cache, "_control_group_headroom", lambda root: headroom(tmp_path))
+    assert kv_cache.free_memory() == 600
+    (tmp_path / limit_file).write_text("max\n")
+    assert kv_cache.free_memory() > 600

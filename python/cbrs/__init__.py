@@ -7,8 +7,9 @@ Everything is loaded on first use: `import cbrs` loads neither numpy nor torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# As `typing.TYPE_CHECKING`, without `typing`, which would be most of the import time.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cbrs import errors
     from cbrs._core import (
@@ -56,7 +57,7 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "errors":
         return import_module("cbrs.errors")
     if name not in _MODULE_OF:

@@ -64,7 +64,7 @@ class Call:
         """Submits what the queue takes; returns whether it refused one.
 
         Raises:
-            InvalidRequestError: names the position of the prompt.
+            InvalidRequestError: names the position of the prompt; so does a TypeError.
         """
         start = len(self.request_ids)
         rest = (
@@ -75,7 +75,7 @@ class Call:
             append_results(self.request_ids, rest)
         except OverloadedError:
             return True
-        except InvalidRequestError as error:
+        except (InvalidRequestError, TypeError) as error:
             raise placed(error, f"prompts[{len(self.request_ids)}]") from None
         return False
 

@@ -4,6 +4,8 @@
 `OverloadedError` has `retry_after_s`, `ModelLoadError` has `file` and `field`.
 """
 
+from typing import TypeVar
+
 from cbrs._core import (
     CbrsError,
     DeadlineExceededError,
@@ -28,14 +30,18 @@ __all__ = [
     "StepError",
 ]
 
+Refusal = TypeVar("Refusal", bound=Exception)
+
 
 def is_panic(error: BaseException) -> bool:
     """Tells whether `error` is a panic of the native code: a broken invariant, hence a bug."""
     return type(error).__module__ == "pyo3_runtime"
 
 
-def placed(error: InvalidRequestError, place: str) -> InvalidRequestError:
+def placed(error: Refusal, place: str) -> Refusal:
     """Returns the same refusal with the place in the caller's input before its message."""
-    copy = type(error)(f"{place}: {error}")
-    copy.param = error.param
+    message = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    copy = type(error)(f"{place}: {message}")
+    if isinstance(error, InvalidRequestError) and isinstance(copy, InvalidRequestError):
+        copy.param = error.param
     return copy

@@ -204,7 +204,7 @@ class LLM:
 def _run(
     driver: Driver,
     submissions: list[Callable[..., int]],
-    texts: list[str | None],
+    texts: Sequence[str | None],
     use_tqdm: bool,
 ) -> list[RequestOutput]:
     call = Call(submissions)
@@ -216,8 +216,10 @@ def _run(
 def _submission(
     processor: OutputProcessor, prompt: Prompt, params: SamplingParams
 ) -> Callable[..., int]:
-    submit = processor.submit_text if isinstance(prompt, str) else processor.submit
-    return partial(submit, prompt, **params.to_submit_arguments())
+    arguments = params.to_submit_arguments()
+    if isinstance(prompt, str):
+        return partial(processor.submit_text, prompt, **arguments)
+    return partial(processor.submit, prompt, **arguments)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,7 +1,7 @@
-"""Attention over the paged KV cache: one interface, one back end for the CPU and one for any device.
+"""Attention over the paged KV cache: one interface, a back end for the CPU and one for any device.
 
-A step calls `begin_step` once with the batch's arrays and then `forward` once per layer; there is no
-work per sequence in Python on the CPU path.
+A step calls `begin_step` once with the batch's arrays and then `forward` once per layer; there is
+no work per sequence in Python on the CPU path.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class AttentionShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention needs to know of one batch; views of the scheduler's arrays, valid for its step.
+    """What attention needs to know of one batch: the scheduler's arrays, valid for its step.
 
-    `slot_mapping` int64 `[num_tokens]`, `query_start` int32 `[num_seqs + 1]`, `seq_lens` and `row_ids`
-    int32 `[num_seqs]`, `block_tables` int32 `[max_num_seqs, max_blocks]` by row. The first
-    `num_decodes` sequences have exactly one query token.
+    `slot_mapping` int64 `[num_tokens]`, `query_start` int32 `[num_seqs + 1]`, `seq_lens` and
+    `row_ids` int32 `[num_seqs]`, `block_tables` int32 `[max_num_seqs, max_blocks]` by row. The
+    first `num_decodes` sequences have exactly one query token.
     """
 
     slot_mapping: NDArray[np.int64]
@@ -182,7 +182,7 @@ def make_backend(
     num_threads: int,
     sliding_window: int | None = None,
 ) -> AttentionBackend:
-    """Return the back end for `device`: the native kernels on the CPU, the PyTorch twin elsewhere."""
+    """Return the back end for `device`: native kernels on the CPU, the PyTorch twin elsewhere."""
     if torch.device(device).type == "cpu":
         return CpuAttention(shape, kv_cache, num_threads, sliding_window)
     return TorchAttention(shape, kv_cache, sliding_window)

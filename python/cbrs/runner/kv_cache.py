@@ -14,8 +14,8 @@ class KVCache:
     """Key and value tensors `[num_blocks, num_kv_heads, block_size, head_dim]` of every layer.
 
     `keys[layer]` and `values[layer]` are contiguous. Slot `s` of the scheduler is block
-    `s // block_size`, token `s % block_size`. `poison=True` fills every slot with NaN, so that a read
-    of a slot that was never written shows up; `fill` does the same for chosen blocks later.
+    `s // block_size`, token `s % block_size`. `poison=True` fills every slot with NaN, so that a
+    read of a slot that was never written shows up; `fill` does the same for chosen blocks later.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class KVCache:
         *,
         poison: bool = False,
     ) -> None:
-        """Allocate the tensors; on the CPU, memory is taken from the system when it is first written."""
+        """Allocate the tensors; on the CPU the system gives memory when it is first written."""
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         sizes = {
             "num_layers": num_layers,
@@ -85,7 +85,7 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     target = torch.device(device)
     if target.type == "cuda":
         return torch.cuda.mem_get_info(target)[0]
-    return min(_available_memory(), _control_group_headroom())
+    return min(_available_memory(), _control_group_headroom(Path("/sys/fs/cgroup")))
 
 
 def _available_memory() -> int:
@@ -96,8 +96,8 @@ def _available_memory() -> int:
     raise RuntimeError("/proc/meminfo does not tell MemAvailable; set num_blocks")
 
 
-def _control_group_headroom() -> int:
-    root = Path("/sys/fs/cgroup")
+def _control_group_headroom(root: Path) -> int:
+    """Return what the limit of this process's control group, version 2 or 1, leaves."""
     places = (
         (root / "memory.max", root / "memory.current"),
         (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),

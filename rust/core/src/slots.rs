@@ -160,3 +160,18 @@ impl SlotTable {
 fn live_state(generation: u32) -> u64 {
     u64::from(generation) << 32 | LIVE
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_generation_after_the_last_is_one() {
+        let table = SlotTable::new(1);
+        table.slots[0].state.store(u64::from(u32::MAX) << 32, Ordering::Relaxed);
+        let last = table.acquire().expect("one slot is free");
+        assert_eq!(last.generation(), u32::MAX);
+        table.release(last);
+        assert_eq!(table.acquire().map(RequestId::generation), Some(1));
+    }
+}

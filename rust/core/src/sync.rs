@@ -37,15 +37,15 @@ impl<T> UnsafeCell<T> {
     }
 }
 
-/// loom's atomics, each with a scheduling point that keeps loom from skipping interleavings.
+/// loom's atomics, with a scheduling point before each load that keeps loom from skipping interleavings.
 ///
 /// To find the orders that are worth trying, loom (0.7) compares an access with the *last* access to the same atomic
 /// only, and takes two loads for independent. A thread that loads and then stores, as every claim loop does, thus hides
 /// behind its own load the earlier load of another thread, and the order "store, then the other's load" is never tried:
-/// a consumer that runs first would find the queue empty in every interleaving. So each access is preceded by an
-/// exchange that always fails, on a flag of the atomic's own which is never written. Exchanges depend on one another,
-/// hence all orders of accesses to one atomic are tried; and as the flag is never written, the exchange adds no
-/// synchronisation and forces no load to see a newer value.
+/// a consumer that runs first would find the queue empty in every interleaving. So each load is preceded by an exchange
+/// that always fails, on a flag of the atomic's own which is never written. Exchanges depend on one another, hence the
+/// loads of one atomic are tried in all orders; and as the flag is never written, the exchange adds no synchronisation
+/// and forces no load to see a newer value.
 #[cfg(loom)]
 mod modelled {
     use std::ops::Deref;
@@ -58,30 +58,38 @@ mod modelled {
         atomic: A,
     }
 
-    /// Every access goes through here, because the methods are those of the atomic behind.
+    /// Everything but `new` and `load` is loom's own.
     impl<A> Deref for Scheduled<A> {
         type Target = A;
 
         fn deref(&self) -> &A {
-            let result = self.never_written.compare_exchange(true, true, Ordering::Relaxed, Ordering::Relaxed);
-            debug_assert!(result.is_err());
             &self.atomic
         }
     }
 
-    pub(crate) type AtomicBool = Scheduled<atomic::AtomicBool>;
-    pub(crate) type AtomicPtr<T> = Scheduled<atomic::AtomicPtr<T>>;
-    pub(crate) type AtomicU32 = Scheduled<atomic::AtomicU32>;
-    pub(crate) type AtomicU64 = Scheduled<atomic::AtomicU64>;
-    pub(crate) type AtomicUsize = Scheduled<atomic::AtomicUsize>;
+    macro_rules! scheduled {
+        ($($name:ident $([$parameter:ident])? holds $value:ty;)*) => {$(
+            pub(crate) type $name$(<$parameter>)? = Scheduled<atomic::$name$(<$parameter>)?>;
 
-    impl<A> Scheduled<A> {
-        /// Like the constructor of the atomic; `value` is what that takes.
-        pub(crate) fn new<V>(value: V) -> Self
-        where
-            A: From<V>,
-        {
-            Self { never_written: atomic::AtomicBool::new(false), atomic: A::from(value) }
-        }
+            impl$(<$parameter>)? $name$(<$parameter>)? {
+                pub(crate) fn new(value: $value) -> Self {
+                    Self { never_written: atomic::AtomicBool::new(false), atomic: atomic::$name::new(value) }
+                }
+
+                pub(crate) fn load(&self, order: Ordering) -> $value {
+                    let result = self.never_written.compare_exchange(true, true, Ordering::Relaxed, Ordering::Relaxed);
+                    debug_assert!(result.is_err());
+                    self.atomic.load(order)
+                }
+            }
+        )*};
+    }
+
+    scheduled! {
+        AtomicBool holds bool;
+        AtomicPtr[T] holds *mut T;
+        AtomicU32 holds u32;
+        AtomicU64 holds u64;
+        AtomicUsize holds usize;
     }
 }

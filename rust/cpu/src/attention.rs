@@ -4,7 +4,7 @@
 //! 64 query rows in a prefill chunk, so that each key and value that is loaded serves the whole tile.
 //!
 //! Invariants:
-//! 1. [`AttentionArgs::check`] runs before anything is read or written and covers every index used later.
+//! 1. `AttentionArgs::check` runs before anything is read or written and covers every index used later.
 //! 2. Work items write disjoint rows of the output.
 
 use std::cmp::Reverse;

@@ -72,7 +72,9 @@ unsafe fn score_rows<S: Simd, E: Element, const R: usize>(
         // Behind the last key it is taken again; its score is not kept.
         let starts: [usize; KEY_BLOCK] = std::array::from_fn(|c| tile.offsets[(block + c).min(last)]);
         if fetch {
-            starts.iter().for_each(|start| prefetch(problem.value, *start, head_dim));
+            for start in starts {
+                prefetch(problem.value, start, head_dim);
+            }
         }
         // SAFETY: the caller promises the offsets, and LANES divides `head_dim`.
         unsafe {
@@ -136,7 +138,8 @@ unsafe fn update_softmax<S: Simd>(scores: &mut [f32], keys: Range<usize>, greate
 unsafe fn scale_rows<S: Simd, const R: usize>(accumulator: &mut [f32], factors: [f32; R]) {
     let head_dim = accumulator.len() / R;
     for (row, factor) in accumulator.chunks_exact_mut(head_dim).zip(factors) {
-        if factor == 1.0 {
+        // The greatest score did not change, as for most tiles.
+        if factor.to_bits() == 1f32.to_bits() {
             continue;
         }
         for place in row.chunks_exact_mut(S::LANES) {

@@ -51,8 +51,10 @@ fn every_length_around_a_block_or_tile_edge_equals_the_reference() {
 fn every_head_size_and_group_equals_the_reference() {
     let mut random = Random::new(2);
     for head_dim in [1, 3, 8, 12, 24, 64, 80, 128] {
-        for group in [1, 2, 3, 4, 8, 71] {
-            let shape = Shape { head_dim, group, ..SHAPE };
+        // With 71 rows even one token is more than a tile of query rows.
+        let wide = (head_dim == 8).then_some(71);
+        for group in [1, 2, 3, 4, 8].into_iter().chain(wide) {
+            let shape = Shape { group, head_dim, ..SHAPE };
             let sequence = Sequence::random(shape, 70, &mut random);
             let parts = [(&sequence, 69, 70), (&sequence, 20, 45)];
             check(&Batch::new(shape, &parts, &mut random), &format!("head of {head_dim}, group of {group}"));
@@ -70,9 +72,9 @@ fn random_mixed_batches_equal_the_reference() {
             head_dim: 8 * (1 + random.below(4)),
             block_size: 1 + random.below(17),
         };
-        let sequences: Vec<_> = (0..1 + random.below(6))
+        let sequences: Vec<_> = (0..=random.below(5))
             .map(|_| {
-                let len = 1 + random.below(200);
+                let len = 1 + random.below(150);
                 Sequence::random(shape, len, &mut random)
             })
             .collect();

@@ -253,6 +253,11 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
+    /// Refuses a number above `limit`.
+    pub(crate) fn check_limit(found: u64, limit: u64) -> Result<(), Self> {
+        if found > limit { Err(Self::AboveLimit { found, limit }) } else { Ok(()) }
+    }
+
     /// Makes the error of `field` in `file` out of this reason.
     pub(crate) fn at(self, file: &Path, field: impl AsRef<str>) -> Error {
         Error { file: file.to_path_buf(), field: shown(field.as_ref()), kind: self }

@@ -9,6 +9,7 @@
 //! | --- | --- |
 //! | what can be wrong with a file | [`Error`], [`ErrorKind`] |
 //! | the memory map | `mapped.rs` |
+//! | limits of what a file may ask for | `limits.rs` |
 //! | how weights are stored | [`Encoding`]; the formulas are in `blocks.rs` |
 //! | reading weights as float32 or bfloat16 | `decode.rs` |
 //! | GGUF files | [`gguf`]: header, known keys, row order, tokenizer |
@@ -17,7 +18,7 @@
 //! Invariants:
 //!
 //! 1. No allocation is sized by a number from a file that was not first compared with the length of
-//!    that file (or with a stated limit).
+//!    that file; what is kept besides is bounded by the limits of `limits.rs`.
 //! 2. Every failure is one [`Error`] that names the file and the field of the header or the tensor.
 //! 3. Nothing from a file is executed, and no file is opened that the caller or a checked index did
 //!    not name.
@@ -35,6 +36,7 @@ mod decode;
 mod encoding;
 mod error;
 pub mod gguf;
+mod limits;
 mod mapped;
 pub mod safetensors;
 

@@ -11,6 +11,9 @@ use cbrs_loading::gguf::GgufFile;
 use cbrs_loading::{Error, ErrorKind};
 use support::*;
 
+/// Name, bytes, the field that the error has to name.
+type Case = (&'static str, Vec<u8>, &'static str);
+
 /// Opens a file and does everything that can be done with one.
 fn use_fully(path: &std::path::Path) -> Result<(), Error> {
     let file = GgufFile::open(path)?;
@@ -38,11 +41,8 @@ fn replaced(key: &str, kind: u32, payload: &[u8]) -> Gguf {
     Gguf::llama().without(key).entry(key, kind, payload)
 }
 
-/// Damage to the preamble and the metadata: name, bytes, the field that the error has to name.
-fn damaged_metadata() -> Vec<(&'static str, Vec<u8>, &'static str)> {
-    let entry = |kind: u32, payload: &[u8]| Gguf::llama().entry("x", kind, payload).build();
-    let u64s = |value: u64| value.to_le_bytes().to_vec();
-    let raw = |bytes: Vec<u8>| Gguf::llama().raw_entry(bytes).build();
+/// Damage to the first bytes and the counts.
+fn damaged_preamble() -> Vec<Case> {
     vec![
         ("empty", Vec::new(), "file"),
         ("three bytes", b"GGU".to_vec(), "magic"),
@@ -65,6 +65,15 @@ fn damaged_metadata() -> Vec<(&'static str, Vec<u8>, &'static str)> {
             Gguf { num_entries: Some(12), ..Gguf::llama() }.data([0xff; 256]).build(),
             "metadata key",
         ),
+    ]
+}
+
+/// Damage to the metadata.
+fn damaged_metadata() -> Vec<Case> {
+    let entry = |kind: u32, payload: &[u8]| Gguf::llama().entry("x", kind, payload).build();
+    let u64s = |value: u64| value.to_le_bytes().to_vec();
+    let raw = |bytes: Vec<u8>| Gguf::llama().raw_entry(bytes).build();
+    vec![
         ("key length beyond the file", raw([u64s(1 << 40), vec![b'x'; 40]].concat()), "metadata key 10"),
         ("key length 2^64 - 1", raw([u64s(u64::MAX), vec![b'x'; 40]].concat()), "metadata key 10"),
         (
@@ -92,7 +101,7 @@ fn damaged_metadata() -> Vec<(&'static str, Vec<u8>, &'static str)> {
 }
 
 /// Damage to the tensor list and the data.
-fn damaged_tensors() -> Vec<(&'static str, Vec<u8>, &'static str)> {
+fn damaged_tensors() -> Vec<Case> {
     let file = |dimensions: &[u64], kind, offset| one_tensor(dimensions, kind, offset).build();
     let two = |second: u64| Gguf::llama().tensor("w", &[8], F32, 0).tensor("v", &[8], F32, second);
     let mut truncated = file(&[16], F32, 0);
@@ -146,12 +155,11 @@ fn damaged_tensors() -> Vec<(&'static str, Vec<u8>, &'static str)> {
 }
 
 /// Damage to the vocabulary and the special tokens.
-fn damaged_vocabulary() -> Vec<(&'static str, Vec<u8>, &'static str)> {
+fn damaged_vocabulary() -> Vec<Case> {
     let key = |name: &str, kind, payload: &[u8]| replaced(name, kind, payload).build();
     let tokens = "tokenizer.ggml.tokens";
     let types = "tokenizer.ggml.token_type";
     let merges = "tokenizer.ggml.merges";
-    let spm = || Gguf::llama().without("tokenizer.ggml.model").text("tokenizer.ggml.model", "llama");
     vec![
         ("architecture that is a number", key("general.architecture", U32, &[1; 4]), "general.architecture"),
         (
@@ -180,6 +188,15 @@ fn damaged_vocabulary() -> Vec<(&'static str, Vec<u8>, &'static str)> {
         ("merge into a missing token", key(merges, ARRAY, &texts(&["b a"])), merges),
         ("merge without a space", key(merges, ARRAY, &texts(&["ab"])), merges),
         ("no merges", Gguf::llama().without(merges).build(), merges),
+    ]
+}
+
+/// Damage to what the tokenizer is built from.
+fn damaged_tokenizer() -> Vec<Case> {
+    let key = |name: &str, kind, payload: &[u8]| replaced(name, kind, payload).build();
+    let tokens = "tokenizer.ggml.tokens";
+    let spm = || Gguf::llama().without("tokenizer.ggml.model").text("tokenizer.ggml.model", "llama");
+    vec![
         ("unknown pre-tokenizer", key("tokenizer.ggml.pre", TEXT, &text("nobody")), "tokenizer.ggml.pre"),
         ("unknown tokenizer model", key("tokenizer.ggml.model", TEXT, &text("t6")), "tokenizer.ggml.model"),
         ("no tokenizer model", Gguf::llama().without("tokenizer.ggml.model").build(), "tokenizer.ggml.model"),
@@ -224,8 +241,16 @@ fn damaged_vocabulary() -> Vec<(&'static str, Vec<u8>, &'static str)> {
 #[test]
 fn every_malformed_file_is_refused_naming_file_and_field() {
     let folder = tempfile::tempdir().unwrap();
+    let cases = [
+        damaged_preamble(),
+        damaged_metadata(),
+        damaged_tensors(),
+        damaged_vocabulary(),
+        damaged_tokenizer(),
+        excessive(),
+    ]
+    .concat();
     let before = peak_memory();
-    let cases = [damaged_metadata(), damaged_tensors(), damaged_vocabulary()].concat();
     assert!(cases.len() >= 70, "{} cases", cases.len());
     for (name, bytes, field) in cases {
         let path = write(folder.path(), "model.gguf", &bytes);
@@ -238,6 +263,38 @@ fn every_malformed_file_is_refused_naming_file_and_field() {
     }
     let grown = peak_memory() - before;
     assert!(grown < 64 << 20, "the files took {grown} bytes");
+}
+
+/// Files that are large and hold what they announce, but more than any model needs.
+fn excessive() -> Vec<Case> {
+    let tokens = "tokenizer.ggml.tokens";
+    let merges = "tokenizer.ggml.merges";
+    let empty_texts = |count: u64| array(TEXT, count, &vec![0; 8 * count as usize]);
+    let mut keys = Gguf::new();
+    for number in 0..=1 << 16 {
+        keys = keys.entry(&format!("{number}"), U8, &[0]);
+    }
+    let mut tensors = Gguf::new();
+    for number in 0..=1 << 17 {
+        tensors = tensors.tensor(&format!("{number}"), &[1], F32, 0);
+    }
+    let texts = |size: usize| (0..9).fold(Gguf::new(), |file, i| file.text(&format!("{i}"), &"x".repeat(size)));
+    vec![
+        ("too many keys", keys.build(), "metadata count"),
+        ("too many tensors", tensors.build(), "tensor count"),
+        ("one long text", Gguf::new().text("x", &"x".repeat(9 << 20)).build(), "x"),
+        ("much text in all", texts(1 << 20).build(), "7"),
+        (
+            "too many tokens",
+            Gguf::llama().without(tokens).entry(tokens, ARRAY, &empty_texts((1 << 19) + 1)).build(),
+            tokens,
+        ),
+        (
+            "too many merges",
+            Gguf::llama().without(merges).entry(merges, ARRAY, &empty_texts((1 << 20) + 1)).build(),
+            merges,
+        ),
+    ]
 }
 
 #[test]

@@ -28,8 +28,8 @@ pub(crate) struct CpuKernels {
 impl CpuKernels {
     /// Start `num_threads - 1` threads; the calling thread is the other one.
     #[new]
-    fn new(num_threads: usize) -> PyResult<Self> {
-        let kernels = Kernels::new(num_threads).map_err(value_error)?;
+    fn new(num_threads: i64) -> PyResult<Self> {
+        let kernels = Kernels::new(at_least_1(num_threads, "num_threads")?).map_err(value_error)?;
         Ok(Self { kernels })
     }
 
@@ -59,11 +59,7 @@ impl CpuKernels {
         let mut key_cache = WriteCache::new(key_cache, "key_cache")?;
         let mut value_cache = WriteCache::new(value_cache, "value_cache")?;
         let layout = layout(key_cache.shape(), value_cache.shape())?;
-        let expected = [
-            slot_mapping.len(),
-            layout.num_kv_heads(),
-            layout.head_dim(),
-        ];
+        let expected = [slot_mapping.len(), layout.num_kv_heads(), layout.head_dim()];
         check_shape("key", key.shape(), &expected)?;
         check_shape("value", value.shape(), &expected)?;
         let args = WriteArgs {
@@ -74,10 +70,7 @@ impl CpuKernels {
             layout,
             slot_mapping: slice(&slot_mapping, "slot_mapping")?,
         };
-        let written = [
-            ("key_cache", span_mut(&args.key_cache)),
-            ("value_cache", span_mut(&args.value_cache)),
-        ];
+        let written = [("key_cache", span_mut(&args.key_cache)), ("value_cache", span_mut(&args.value_cache))];
         disjoint(&written, &[("key", span(args.key)), ("value", span(args.value))])?;
         py.detach(|| self.kernels.write_kv(args)).map_err(value_error)
     }
@@ -104,8 +97,9 @@ impl CpuKernels {
         query_start: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
         scale: f32,
-        sliding_window: Option<usize>,
+        sliding_window: Option<i64>,
     ) -> PyResult<()> {
+        let sliding_window = sliding_window.map(|window| at_least_1(window, "sliding_window")).transpose()?;
         let mut out = write::<f32, Ix3>(out, "out")?;
         let query = read::<f32, Ix3>(query, "query")?;
         let key_cache = ReadCache::new(key_cache, "key_cache")?;
@@ -142,8 +136,7 @@ impl CpuKernels {
             ("value_cache", span_ref(&args.value_cache)),
         ];
         disjoint(&[("out", span(args.out))], &read)?;
-        py.detach(|| self.kernels.paged_attention(args))
-            .map_err(value_error)
+        py.detach(|| self.kernels.paged_attention(args)).map_err(value_error)
     }
 
     fn __repr__(&self) -> String {
@@ -235,6 +228,11 @@ fn value_error(error: impl Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
+fn at_least_1(value: i64, name: &str) -> PyResult<usize> {
+    let size = usize::try_from(value).ok().filter(|size| *size > 0);
+    size.ok_or_else(|| PyValueError::new_err(format!("{name} must be at least 1, got {value}")))
+}
+
 fn not_contiguous(name: &str) -> PyErr {
     PyValueError::new_err(format!("{name} must be C-contiguous"))
 }
@@ -251,10 +249,7 @@ fn cast<'a, 'py, T: Element, D: Dimension>(
     })
 }
 
-fn read<'py, T: Element, D: Dimension>(
-    array: &Bound<'py, PyAny>,
-    name: &str,
-) -> PyResult<PyReadonlyArray<'py, T, D>> {
+fn read<'py, T: Element, D: Dimension>(array: &Bound<'py, PyAny>, name: &str) -> PyResult<PyReadonlyArray<'py, T, D>> {
     let array = cast::<T, D>(array, name)?;
     array.try_readonly().map_err(|error| value_error(format!("{name}: {error}")))
 }
@@ -267,10 +262,7 @@ fn write<'py, T: Element, D: Dimension>(
     array.try_readwrite().map_err(|error| value_error(format!("{name}: {error}")))
 }
 
-fn slice<'a, T: Element, D: Dimension>(
-    array: &'a PyReadonlyArray<'_, T, D>,
-    name: &str,
-) -> PyResult<&'a [T]> {
+fn slice<'a, T: Element, D: Dimension>(array: &'a PyReadonlyArray<'_, T, D>, name: &str) -> PyResult<&'a [T]> {
     array.as_slice().map_err(|_| not_contiguous(name))
 }
 

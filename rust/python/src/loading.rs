@@ -131,7 +131,7 @@ impl GgufFile {
     }
 
     fn __repr__(&self) -> String {
-        format!("GgufFile({:?}, {} tensors)", self.0.path(), self.0.tensors().len())
+        format!("GgufFile({}, {} tensors)", self.0.path().display(), self.0.tensors().len())
     }
 }
 
@@ -188,6 +188,6 @@ impl SafetensorsCheckpoint {
 
     fn __repr__(&self) -> String {
         let count = self.0.tensor_names().count();
-        format!("SafetensorsCheckpoint({:?}, {count} tensors)", self.0.path())
+        format!("SafetensorsCheckpoint({}, {count} tensors)", self.0.path().display())
     }
 }

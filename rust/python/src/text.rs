@@ -4,14 +4,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cbrs_core::{Error, RequestSpec};
-use cbrs_text::{ChatRequest, ChatTemplate, StopReason, StopStrings, TemplateLimits, TextStream};
-use numpy::PyArray1;
+use cbrs_text::{ChatRequest, ChatTemplate, StopStrings, TemplateLimits, TextStream};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
 use crate::scheduler::{Scheduler, positive_max_tokens, sampling_spec};
+
+mod finished;
+pub(crate) use finished::FinishedRequest;
 
 /// Texts up to this many bytes are tokenized with the GIL (about 100 microseconds of work).
 const MAX_BYTES_WITH_GIL: usize = 512;
@@ -234,7 +236,17 @@ impl OutputProcessor {
     ) -> PyResult<u64> {
         let stop = &stop;
         let parameters = Parameters {
-            max_tokens, temperature, top_k, top_p, min_p, seed, stop, stop_token_ids, ignore_eos, tenant, cache_salt,
+            max_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            stop,
+            stop_token_ids,
+            ignore_eos,
+            tenant,
+            cache_salt,
         };
         let (mut spec, stops) = parameters.read()?;
         spec.prompt_token_ids = token_ids(prompt_token_ids, "prompt_token_ids")?;
@@ -266,7 +278,17 @@ impl OutputProcessor {
     ) -> PyResult<u64> {
         let stop = &stop;
         let parameters = Parameters {
-            max_tokens, temperature, top_k, top_p, min_p, seed, stop, stop_token_ids, ignore_eos, tenant, cache_salt,
+            max_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            stop,
+            stop_token_ids,
+            ignore_eos,
+            tenant,
+            cache_salt,
         };
         let (spec, stops) = parameters.read()?;
         let now_ns = self.scheduler.get().now_ns();
@@ -289,7 +311,8 @@ impl OutputProcessor {
         let start = Instant::now();
         loop {
             let left = timeout_s - start.elapsed().as_secs_f64();
-            let wait = Duration::try_from_secs_f64(left.max(0.0)).map_or(SIGNAL_INTERVAL, |left| left.min(SIGNAL_INTERVAL));
+            let wait =
+                Duration::try_from_secs_f64(left.max(0.0)).map_or(SIGNAL_INTERVAL, |left| left.min(SIGNAL_INTERVAL));
             let finished = py.detach(|| self.inner.wait_finished(wait, 0));
             if !finished.is_empty() || left <= 0.0 || self.inner.is_closed() {
                 return Ok(wrap(finished));
@@ -311,113 +334,5 @@ impl OutputProcessor {
 }
 
 fn wrap(finished: Vec<cbrs_text::FinishedRequest>) -> Vec<FinishedRequest> {
-    finished.into_iter().map(|inner| FinishedRequest { inner }).collect()
-}
-
-/// The result of one request. Times are seconds on the scheduler's clock.
-#[pyclass(frozen, module = "cbrs")]
-#[derive(Debug)]
-pub(crate) struct FinishedRequest {
-    inner: cbrs_text::FinishedRequest,
-}
-
-fn seconds(time_ns: u64) -> f64 {
-    time_ns as f64 / 1e9
-}
-
-#[pymethods]
-impl FinishedRequest {
-    /// Id that the scheduler gave.
-    #[getter]
-    fn request_id(&self) -> u64 {
-        self.inner.request_id
-    }
-
-    /// Number given at submission.
-    #[getter]
-    fn index(&self) -> u64 {
-        self.inner.index
-    }
-
-    /// The prompt, int32.
-    #[getter]
-    fn prompt_token_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.inner.prompt_token_ids)
-    }
-
-    /// The output with the token that ended it, int32.
-    #[getter]
-    fn token_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.inner.token_ids)
-    }
-
-    /// The output as text: up to the stop string, without EOS or a stop token.
-    #[getter]
-    fn text(&self) -> &str {
-        &self.inner.text
-    }
-
-    /// "stop", "length", "cancelled" or "error".
-    #[getter]
-    fn finish_reason(&self) -> &'static str {
-        self.inner.finish_reason.as_str()
-    }
-
-    /// The stop token id or stop string that ended the output; None for EOS and other ends.
-    #[getter]
-    fn stop_reason(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        Ok(match &self.inner.stop_reason {
-            None => None,
-            Some(StopReason::Token(id)) => Some(id.into_pyobject(py)?.into_any().unbind()),
-            Some(StopReason::Text(text)) => Some((&**text).into_pyobject(py)?.into_any().unbind()),
-        })
-    }
-
-    /// Why the request failed; None unless `finish_reason` is "error".
-    #[getter]
-    fn error(&self) -> Option<&str> {
-        self.inner.error.as_deref()
-    }
-
-    /// Prompt tokens found in the prefix cache at the first admission.
-    #[getter]
-    fn num_cached_tokens(&self) -> usize {
-        self.inner.num_cached_tokens
-    }
-
-    /// When the request was submitted.
-    #[getter]
-    fn arrival_time_s(&self) -> f64 {
-        seconds(self.inner.arrival_ns)
-    }
-
-    /// When the request was first planned; None if it ended while it waited.
-    #[getter]
-    fn first_scheduled_time_s(&self) -> Option<f64> {
-        self.inner.first_scheduled_ns.map(seconds)
-    }
-
-    /// When the first token came; None without one.
-    #[getter]
-    fn first_token_time_s(&self) -> Option<f64> {
-        self.inner.first_token_ns.map(seconds)
-    }
-
-    /// When the request ended.
-    #[getter]
-    fn finished_time_s(&self) -> f64 {
-        seconds(self.inner.finished_ns)
-    }
-
-    /// Seconds between one output token and the next, float32; one fewer than tokens.
-    #[getter]
-    fn inter_token_latencies_s<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f32>> {
-        PyArray1::from_slice(py, &self.inner.inter_token_latencies_s)
-    }
-
-    fn __repr__(&self) -> String {
-        let inner = &self.inner;
-        let reason = inner.finish_reason.as_str();
-        format!("FinishedRequest(index={}, finish_reason={reason:?}, num_tokens={})", inner.index, inner.token_ids.len())
-    }
+    finished.into_iter().map(FinishedRequest::new).collect()
 }

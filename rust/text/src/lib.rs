@@ -22,6 +22,7 @@ pub mod stop;
 pub mod stream;
 mod strftime;
 pub mod template;
+mod template_source;
 mod tojson;
 pub mod tokenizer;
 

@@ -25,9 +25,15 @@ pub(crate) enum ByteRule {
 /// One step that rewrites the text of a single token.
 #[derive(Debug, Clone)]
 enum Step {
-    Replace { from: String, to: String },
+    Replace {
+        from: String,
+        to: String,
+    },
     /// Replaces the word marker by a space; a first token loses it instead if `drop_first`.
-    Metaspace { marker: char, drop_first: bool },
+    Metaspace {
+        marker: char,
+        drop_first: bool,
+    },
 }
 
 /// The decoder of a tokenizer, in the form that can run token by token.
@@ -226,6 +232,7 @@ impl PieceTable {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

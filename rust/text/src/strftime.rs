@@ -8,7 +8,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use minijinja::{Error, ErrorKind};
 
 const MONTHS: [&str; 12] = [
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
     "December",
 ];
 const WEEKDAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
@@ -55,7 +65,7 @@ fn civil_from_days(days: i64) -> (i64, usize, i64) {
 pub(crate) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> {
     if format.len() > MAX_FORMAT_BYTES {
         let len = format.len();
-        return Err(invalid(format!("the format has {len} bytes, but at most {MAX_FORMAT_BYTES} are allowed")));
+        return Err(invalid(&format!("the format has {len} bytes, but at most {MAX_FORMAT_BYTES} are allowed")));
     }
     let moment = Moment::new(time);
     let mut out = String::new();
@@ -69,13 +79,13 @@ pub(crate) fn strftime(format: &str, time: SystemTime) -> Result<String, Error> 
         if flag.is_some() {
             chars.next();
         }
-        let directive = chars.next().ok_or_else(|| invalid("the format ends with %".to_owned()))?;
+        let directive = chars.next().ok_or_else(|| invalid("the format ends with %"))?;
         write_directive(&mut out, &moment, directive, flag.is_none())?;
     }
     Ok(out)
 }
 
-fn invalid(message: String) -> Error {
+fn invalid(message: &str) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {message}"))
 }
 
@@ -108,16 +118,16 @@ fn write_name(out: &mut String, moment: &Moment, directive: char, hour: i64) -> 
         'a' => out.push_str(&WEEKDAYS[moment.weekday][..3]),
         'p' => out.push_str(if hour < 12 { "AM" } else { "PM" }),
         'e' => write!(out, "{:2}", moment.day).expect("a string takes everything"),
-        'F' => write!(out, "{}-{:02}-{:02}", moment.year, moment.month, moment.day)
-            .expect("a string takes everything"),
+        'F' => write!(out, "{}-{:02}-{:02}", moment.year, moment.month, moment.day).expect("a string takes everything"),
         'Z' => out.push_str("UTC"),
         '%' => out.push('%'),
-        _ => return Err(invalid(format!("%{directive} is not supported"))),
+        _ => return Err(invalid(&format!("%{directive} is not supported"))),
     }
     Ok(())
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use std::time::Duration;
 

@@ -3,10 +3,16 @@
 //! 1. A template reads what it is given and the date, nothing else: it has no files, no other templates, no network.
 //! 2. Work, memory, output, time and depth are bounded; a template that exceeds a bound ends in an error.
 //! 3. Variables that a request brings can add names, never replace those of the engine.
+//!
+//! A rendering runs on a thread of its own: its stack is deep enough for any nesting of values that the bound on work
+//! allows, and the caller can stop waiting for it.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
 use minijinja::syntax::SyntaxConfig;
@@ -16,30 +22,24 @@ use minijinja::{Environment, ErrorKind, State, Value};
 use cbrs_core::{Error, Result};
 
 use crate::strftime::strftime;
+use crate::template_source;
 use crate::tojson::tojson;
 
 /// Bounds on one template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TemplateLimits {
-    /// Bytes of template source.
-    pub max_source_bytes: usize,
     /// Work and memory: one unit is an instruction, or 64 bytes of data that the template makes.
     pub fuel: u64,
     /// Bytes of rendered text.
     pub max_output_bytes: usize,
-    /// Time of one rendering.
+    /// Time of one rendering, looked at when text is written; nobody waits longer than four times as long.
     pub max_time: Duration,
 }
 
 impl Default for TemplateLimits {
-    /// 1 MiB of source, 400,000 units (at most 25 MiB of data), 4 MiB of text, 200 ms.
+    /// 400,000 units (at most 25 MiB of data), 4 MiB of text, 200 ms.
     fn default() -> Self {
-        Self {
-            max_source_bytes: 1 << 20,
-            fuel: 400_000,
-            max_output_bytes: 4 << 20,
-            max_time: Duration::from_millis(200),
-        }
+        Self { fuel: 400_000, max_output_bytes: 4 << 20, max_time: Duration::from_millis(200) }
     }
 }
 
@@ -47,6 +47,8 @@ impl Default for TemplateLimits {
 const MAX_DEPTH: usize = 100;
 /// Nesting of lists and maps.
 const MAX_VALUE_DEPTH: usize = 64;
+/// Stack of a rendering; only the part that is used takes memory.
+const STACK_BYTES: usize = 64 << 20;
 const NAME: &str = "chat template";
 /// Variables that only the engine sets.
 const RESERVED: [&str; 7] =
@@ -87,9 +89,7 @@ impl ChatRequest {
         for (index, message) in self.messages.try_iter().map_err(|error| explain(&error))?.enumerate() {
             validate_message(index, &message)?;
         }
-        let is_taken = |name: &str| {
-            RESERVED.contains(&name) || environment.globals().any(|(global, _)| global == name)
-        };
+        let is_taken = |name: &str| RESERVED.contains(&name) || environment.globals().any(|(global, _)| global == name);
         match self.extra.keys().find(|name| is_taken(name)) {
             Some(name) => Err(refused(format!("the variable {name:?} is set by the engine; choose another name"))),
             None => Ok(()),
@@ -124,10 +124,9 @@ fn validate_message(index: usize, message: &Value) -> Result<()> {
 }
 
 /// A compiled chat template.
+#[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
-    special_tokens: BTreeMap<&'static str, String>,
-    limits: TemplateLimits,
+    compiled: Arc<Compiled>,
 }
 
 impl ChatTemplate {
@@ -135,21 +134,14 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// `ChatTemplate` if the source is malformed or too long.
-    pub fn new(
-        source: &str,
-        bos_token: Option<&str>,
-        eos_token: Option<&str>,
-        limits: TemplateLimits,
-    ) -> Result<Self> {
-        if source.len() > limits.max_source_bytes {
-            let (got, limit) = (source.len(), limits.max_source_bytes);
-            return Err(refused(format!("the source has {got} bytes, but at most {limit} are allowed")));
-        }
+    pub fn new(source: &str, bos_token: Option<&str>, eos_token: Option<&str>, limits: TemplateLimits) -> Result<Self> {
+        template_source::check(source)?;
         let mut environment = environment(limits);
         environment.add_template_owned(NAME, source.to_owned()).map_err(|error| explain(&error))?;
         let tokens = [("bos_token", bos_token), ("eos_token", eos_token)];
         let special_tokens = tokens.into_iter().filter_map(|(name, token)| Some((name, token?.to_owned()))).collect();
-        Ok(Self { environment, special_tokens, limits })
+        let is_overdue = AtomicBool::new(false);
+        Ok(Self { compiled: Arc::new(Compiled { environment, special_tokens, limits, is_overdue }) })
     }
 
     /// Renders the prompt of a conversation.
@@ -157,12 +149,49 @@ impl ChatTemplate {
     /// # Errors
     /// `ChatTemplate` if a message lacks its role or content, if the template refuses the messages, or at a bound.
     pub fn render(&self, request: &ChatRequest) -> Result<String> {
-        request.validate(&self.environment)?;
+        request.validate(&self.compiled.environment)?;
+        let too_long = || refused(format!("takes more than {} ms", self.compiled.limits.max_time.as_millis()));
+        if self.compiled.is_overdue.load(Ordering::Acquire) {
+            return Err(too_long());
+        }
+        let (sender, receiver) = sync_channel(1);
+        let (compiled, context) = (Arc::clone(&self.compiled), self.compiled.context(request));
+        let thread = std::thread::Builder::new().name("cbrs-template".to_owned()).stack_size(STACK_BYTES);
+        let spawned = thread.spawn(move || {
+            // Nobody may be waiting any more.
+            let _ = sender.send(compiled.render(context));
+            compiled.is_overdue.store(false, Ordering::Release);
+        });
+        spawned.map_err(|error| refused(format!("cannot be rendered: {error}")))?;
+        match receiver.recv_timeout(self.compiled.limits.max_time * 4) {
+            Ok(rendered) => rendered,
+            Err(RecvTimeoutError::Timeout) => {
+                self.compiled.is_overdue.store(true, Ordering::Release);
+                Err(too_long())
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(refused("broke the template engine".to_owned())),
+        }
+    }
+}
+
+struct Compiled {
+    environment: Environment<'static>,
+    special_tokens: BTreeMap<&'static str, String>,
+    limits: TemplateLimits,
+    /// A rendering that nobody waits for any more is still running: no other one is begun beside it.
+    is_overdue: AtomicBool,
+}
+
+impl Compiled {
+    fn render(&self, context: Value) -> Result<String> {
         let template = self.environment.get_template(NAME).map_err(|error| explain(&error))?;
         let mut out = BoundedOutput::new(self.limits);
-        match template.render_captured_to(self.context(request), &mut out) {
+        match template.render_captured_to(context, &mut out) {
             Ok(_) => Ok(String::from_utf8(out.bytes).expect("the engine writes whole strings")),
-            Err(error) => Err(self.explain_bound(&error)),
+            Err(error) if error.kind() == ErrorKind::OutOfFuel => {
+                Err(refused(format!("needs more than {} units of work and memory", self.limits.fuel)))
+            }
+            Err(error) => Err(explain(&error)),
         }
     }
 
@@ -179,18 +208,11 @@ impl ChatTemplate {
         variables.insert("add_generation_prompt".to_owned(), Value::from(request.add_generation_prompt));
         Value::from(variables)
     }
-
-    fn explain_bound(&self, error: &minijinja::Error) -> Error {
-        if error.kind() == ErrorKind::OutOfFuel {
-            return refused(format!("needs more than {} units of work and memory", self.limits.fuel));
-        }
-        explain(error)
-    }
 }
 
-impl fmt::Debug for ChatTemplate {
+impl fmt::Debug for Compiled {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChatTemplate").field("limits", &self.limits).finish_non_exhaustive()
+        f.debug_struct("Compiled").field("limits", &self.limits).finish_non_exhaustive()
     }
 }
 

@@ -1,6 +1,8 @@
 //! The `tojson` filter: JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it, which is what chat templates
 //! were written against, with bounds on size and depth.
 
+use std::fmt::Write;
+
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 
@@ -179,7 +181,7 @@ impl Writer<'_, '_, '_> {
                 _ if character < ' ' || (self.ensure_ascii && !(' '..='~').contains(&character)) => {
                     let mut units = [0; 2];
                     for unit in character.encode_utf16(&mut units) {
-                        self.out.push_str(&format!("\\u{unit:04x}"));
+                        write!(self.out, "\\u{unit:04x}").expect("a string takes everything");
                     }
                 }
                 _ => self.out.push(character),

@@ -163,8 +163,13 @@ fn check_added_tokens(tokenizer: &tokenizers::Tokenizer, added: &[AddedToken]) -
     Ok(())
 }
 
+/// The highest id plus one.
 fn vocab_size(tokenizer: &tokenizers::Tokenizer) -> Result<usize> {
-    let size = tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1);
+    let num_tokens = tokenizer.get_vocab_size(true);
+    // As a rule each id below has a token. Listing all of them, to find the highest one, costs as much as reading the file.
+    let is_dense = (0..num_tokens).all(|id| tokenizer.id_to_token(id as u32).is_some());
+    let highest = || tokenizer.get_vocab(true).into_values().max();
+    let size = if is_dense { num_tokens } else { highest().map_or(0, |id| id as usize + 1) };
     if size == 0 || size > MAX_VOCAB_SIZE {
         return Err(refused(format!("the vocabulary spans {size} ids, but must span 1 to {MAX_VOCAB_SIZE}")));
     }

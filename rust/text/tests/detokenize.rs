@@ -1,5 +1,7 @@
 //! Detokenizing token by token: the pieces joined are the text, characters come whole and at once, stops never leak.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use cbrs_text::{StopStrings, TextStream, Tokenizer};
@@ -182,7 +184,7 @@ fn check_stops(tokenizer: &Tokenizer, ids: &[i32], stops: &[String]) {
     stream.finish();
     joined.push_str(stream.take_delta());
     assert_eq!(joined, expected);
-    assert_eq!(stream.stopped().map(|stop| stop.to_string()), stop);
+    assert_eq!(stream.stopped().map(ToString::to_string), stop);
 }
 
 /// Few different bytes, so that characters and stop strings come about by chance.

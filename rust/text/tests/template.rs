@@ -1,5 +1,7 @@
 //! Chat templates against the vectors of the shared data, and their bounds.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use std::time::{Duration, Instant};
@@ -93,7 +95,10 @@ fn i20_hostile_templates_end_in_an_error_within_a_second() {
         "{{".to_owned(),
         "{% if %}".to_owned(),
         format!("{}1{}", "{{ ".to_owned() + &"(".repeat(100_000), ")".repeat(100_000)),
-        format!("{}x{}", "{% if true %}".repeat(20_000), "{% endif %}".repeat(20_000)),
+        format!("{}x{}", "{% if true %}".repeat(5_000), "{% endif %}".repeat(5_000)),
+        format!("{{{{ a{} }}}}", "~a".repeat(60_000)),
+        format!("{{{{ {}1 }}}}", "-".repeat(100_000)),
+        format!("{{% if a %}}{}{{% endif %}}", "{% elif a %}".repeat(9_000)),
         "x".repeat((1 << 20) + 1),
     ];
     for case in cases {
@@ -108,12 +113,31 @@ fn i20_hostile_templates_end_in_an_error_within_a_second() {
 
 #[test]
 fn deeply_nested_values_do_not_overflow_the_stack() {
-    let source = "{% set ns = namespace(x=[]) %}{% for i in range(90000) %}{% set ns.x = [ns.x] %}{% endfor %}";
-    // Whether it ends in an error or not, it ends.
-    let _ = template(source).render(&hello());
-    let _ = template(&format!("{source}{{{{ ns.x | tojson }}}}")).render(&hello()).unwrap_err();
-    let _ = template(&format!("{source}{{{{ ns.x }}}}")).render(&hello());
-    let _ = template(&format!("{source}{{{{ ns.x == [ns.x] }}}}")).render(&hello());
+    let nest = |value: &str| {
+        format!(
+            "{{% set ns = namespace(x=[1]) %}}{{% for i in range(90000) %}}{{% set ns.x = {value} %}}{{% endfor %}}"
+        )
+    };
+    let nested = "{% set ns = namespace(x=[1]) %}{% for i in range(40000) %}{% set ns.x = [ns.x] %}{% endfor %}";
+    for source in [
+        nest("[ns.x]"),
+        nest("{'a': ns.x}"),
+        nest("ns.x[0:]"),
+        nest("ns.x | batch(1)"),
+        nest("ns.x | map('upper')"),
+        nest("ns.x | reverse"),
+        format!("{nested}{{{{ ns.x }}}}"),
+        format!("{nested}{{{{ ns.x | tojson }}}}"),
+        format!("{nested}{{{{ ns.x == [ns.x] }}}}"),
+        format!("{nested}{{{{ [ns.x, ns.x] | sort }}}}"),
+        format!("{nested}{{{{ {{ns.x: 1}} }}}}"),
+        "{% set x = [] %}".to_owned() + &"{%set x=[x]%}".repeat(9_000) + "{{ x }}",
+    ] {
+        let start = Instant::now();
+        // Whether it ends in an error or not, it ends.
+        let _ = template(&source).render(&hello());
+        assert!(start.elapsed() < Duration::from_secs(1), "{} took {:?}", &source[..90], start.elapsed());
+    }
 }
 
 #[test]
@@ -175,8 +199,7 @@ fn the_usual_helpers_work_as_in_python() {
 #[test]
 fn a_long_conversation_is_within_the_bounds() {
     let source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content | trim + '<|end|>\n' }}{% endfor %}";
-    let messages: Vec<Value> =
-        (0..2_000).map(|_| json!({"role": "user", "content": "word ".repeat(200)})).collect();
+    let messages: Vec<Value> = (0..2_000).map(|_| json!({"role": "user", "content": "word ".repeat(200)})).collect();
     let rendered = template(source).render(&request(&json!(messages))).unwrap();
     assert!(rendered.len() > 1_900_000);
 }

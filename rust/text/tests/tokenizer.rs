@@ -1,5 +1,7 @@
 //! Encoding against the vectors of the shared data; malformed files; what a tokenizer promises.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use cbrs_text::Tokenizer;
@@ -108,7 +110,8 @@ fn malformed_files_end_in_one_error() {
         "{\"version\": \"1.0\"}".to_owned(),
         r#"{"version": "1.0", "decoder": {"type": "Byt"#.to_owned(),
         json!({"version": "1.0", "model": {"type": "Unknown"}}).to_string(),
-        json!({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "nowhere"]]}}).to_string(),
+        json!({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "nowhere"]]}})
+            .to_string(),
         json!({"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}).to_string(),
         json!({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}).to_string(),
         json!({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 4_294_967_295_u32}, "unk_token": "a"}})
@@ -118,7 +121,7 @@ fn malformed_files_end_in_one_error() {
             .to_string(),
         json!({"version": "1.0", "model": model, "pre_tokenizer":
                {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": false}})
-            .to_string(),
+        .to_string(),
     ];
     for case in cases {
         let error = Tokenizer::from_json(&case).unwrap_err();

@@ -102,7 +102,8 @@ fn bad_step(oracle: &mut Oracle, mistake: Mistake) {
         return;
     }
     let mut tokens = vec![0; num_samples];
-    let starts: Vec<i32> = (0..=num_samples as i32).map(|start| start + i32::from(start as usize == num_samples)).collect();
+    let starts: Vec<i32> =
+        (0..=num_samples as i32).map(|start| start + i32::from(start as usize == num_samples)).collect();
     let (field, expected, got) = ("token_ids", num_samples, num_samples + 1);
     match mistake {
         Mistake::NoResult => oracle.refuse(None, &Error::MissingResult { step_id, num_samples }),

@@ -1,9 +1,12 @@
-//! Every state that two requests can reach on three blocks of one token with two token values, breadth first.
+//! Every state that two requests can reach on three blocks of one token with two token values, breadth first, until no new one is found.
 //!
 //! A scheduler cannot be copied, so a state is the list of moves that leads to it, replayed from the start. Two lists lead to the same
 //! state if everything that can matter later is the same (`oracle/fingerprint.rs`); each is continued once.
 
 use std::collections::HashSet;
+use std::env;
+use std::panic::resume_unwind;
+use std::thread;
 
 use cbrs_core::{Policy, RequestSpec, SchedulerConfig};
 
@@ -11,8 +14,6 @@ use crate::episode::quietly;
 use crate::oracle::Oracle;
 use crate::script::Script;
 
-/// Moves from the empty scheduler.
-const DEPTH: usize = 10;
 const MAX_LIVE: usize = 2;
 
 /// Prompts and `max_tokens`; the first token of the first request is 0 without loss of generality.
@@ -23,7 +24,10 @@ const REQUESTS: [(&[i32], Option<u64>); 6] =
 enum Move {
     Submit(u8),
     /// Bit i: the token of sample i; the first sample is unusable if `is_error`.
-    Step { tokens: u8, is_error: bool },
+    Step {
+        tokens: u8,
+        is_error: bool,
+    },
     Fail,
     /// By place among the live requests.
     Cancel(u8),
@@ -57,14 +61,14 @@ fn num_samples(oracle: &Oracle) -> usize {
 }
 
 /// Everything that could happen next.
-fn moves(oracle: &Oracle) -> Vec<Move> {
+fn moves(oracle: &Oracle, limit: usize) -> Vec<Move> {
     let num_live = oracle.model().live.len() as u8;
     let num_samples = num_samples(oracle);
     let mut moves: Vec<Move> = (0..1 << num_samples).map(|tokens| Move::Step { tokens, is_error: false }).collect();
     if num_samples > 0 {
         moves.push(Move::Step { tokens: 0, is_error: true });
     }
-    if usize::from(num_live) < MAX_LIVE && oracle.model().requests.len() < 2 {
+    if usize::from(num_live) < MAX_LIVE && oracle.model().requests.len() < limit {
         let is_first = oracle.model().requests.is_empty();
         let is_offered = |index: &u8| !is_first || REQUESTS[usize::from(*index)].0[0] == 0;
         moves.extend((0..REQUESTS.len() as u8).filter(is_offered).map(Move::Submit));
@@ -73,7 +77,7 @@ fn moves(oracle: &Oracle) -> Vec<Move> {
         moves.push(Move::Fail);
     }
     for place in 0..num_live {
-        if !oracle.model().requests[oracle.model().live[usize::from(place)]].is_cancel_asked {
+        if !oracle.model().is_end_asked(oracle.model().live[usize::from(place)]) {
             moves.extend([Move::Cancel(place), Move::Finish(place)]);
         }
     }
@@ -81,41 +85,68 @@ fn moves(oracle: &Oracle) -> Vec<Move> {
     moves
 }
 
+/// A state, by how to get there, and what can happen next.
+struct State {
+    path: Vec<Move>,
+    moves: Vec<Move>,
+}
+
+/// Goes to a state; everything is checked at its last move, as it was at the others when they were last.
 fn replay(config: &SchedulerConfig, path: &[Move]) -> Oracle {
     let mut oracle = Oracle::new(config.clone());
-    for &next in path {
+    oracle.set_thorough(false);
+    for (index, &next) in path.iter().enumerate() {
+        oracle.set_thorough(index + 1 == path.len());
         apply(&mut oracle, next);
     }
     oracle
 }
 
-/// Visits every state within `depth` moves; returns how many there are.
-fn search(config: &SchedulerConfig, depth: usize) -> usize {
-    let mut seen = HashSet::from([replay(config, &[]).model().fingerprint(replay(config, &[]).scheduler())]);
-    let mut frontier: Vec<Vec<Move>> = vec![Vec::new()];
-    for _ in 0..depth {
-        let mut next_frontier = Vec::new();
-        for path in &frontier {
-            for next in moves(&replay(config, path)) {
-                let mut longer = path.clone();
-                longer.push(next);
-                let visit = || {
-                    let oracle = replay(config, &longer);
-                    oracle.model().fingerprint(oracle.scheduler())
-                };
-                let state = quietly(visit).unwrap_or_else(|message| panic!("{config:?}\n{longer:?}\n{message}"));
-                if seen.insert(state) {
-                    next_frontier.push(longer);
-                }
+/// What is searched: a configuration, and how many requests come in all (two of them live at once).
+#[derive(Debug)]
+struct World {
+    config: SchedulerConfig,
+    num_requests: usize,
+}
+
+impl World {
+    fn visit(&self, path: Vec<Move>) -> (u64, State) {
+        let look = || {
+            let oracle = replay(&self.config, &path);
+            (oracle.model().fingerprint(oracle.scheduler()), moves(&oracle, self.num_requests))
+        };
+        let (name, moves) = quietly(look).unwrap_or_else(|message| panic!("{self:?}\n{path:?}\n{message}"));
+        (name, State { path, moves })
+    }
+
+    fn neighbours(&self, states: &[State]) -> Vec<(u64, State)> {
+        let paths = states.iter().flat_map(|state| state.moves.iter().map(|&next| [&state.path[..], &[next]].concat()));
+        paths.map(|path| self.visit(path)).collect()
+    }
+
+    /// Visits every state that can be reached by any number of moves; returns how many there are, and the most moves that one needs.
+    fn search(&self) -> (usize, usize) {
+        let (start, state) = self.visit(Vec::new());
+        let (mut seen, mut frontier, mut depth) = (HashSet::from([start]), vec![state], 0);
+        loop {
+            let (left, right) = frontier.split_at(frontier.len() / 2);
+            let found = thread::scope(|scope| {
+                let other = scope.spawn(|| self.neighbours(right));
+                let mut found = self.neighbours(left);
+                found.extend(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
+                found
+            });
+            frontier = found.into_iter().filter_map(|(name, state)| seen.insert(name).then_some(state)).collect();
+            if frontier.is_empty() {
+                return (seen.len(), depth);
+            }
+            depth += 1;
+            for state in frontier.iter().step_by(7) {
+                let drain = || replay(&self.config, &state.path).drain();
+                quietly(drain).unwrap_or_else(|message| panic!("{self:?}\n{:?}, then drained\n{message}", state.path));
             }
         }
-        frontier = next_frontier;
     }
-    // Whatever the state, it comes to rest.
-    for path in frontier.iter().step_by(7) {
-        quietly(|| replay(config, path).drain()).unwrap_or_else(|message| panic!("{config:?}\n{path:?}\n{message}"));
-    }
-    seen.len()
 }
 
 fn tiny() -> SchedulerConfig {
@@ -131,12 +162,40 @@ fn tiny() -> SchedulerConfig {
     }
 }
 
+/// Searches the world of three requests (four in the long run), of which two live at once.
+fn search(config: SchedulerConfig) {
+    let num_requests = if env::var_os("CBRS_SOAK").is_some() { 4 } else { 3 };
+    let world = World { config, num_requests };
+    let (num_states, depth) = world.search();
+    assert!(num_states > 5000, "only {num_states} states up to {depth} moves: the search has missed something");
+}
+
 #[test]
-fn probe() {
-    for depth in [6, 7, 8, 9, 10, 11, 12, 13, 14, 16, 18, 20] {
-        let t = std::time::Instant::now();
-        let n = search(&tiny(), depth);
-        eprintln!("{depth} {n} {:?}", t.elapsed());
-    }
-    let _ = Policy::Static;
+fn no_reachable_state_is_wrong() {
+    search(tiny());
+}
+
+#[test]
+fn no_reachable_state_is_wrong_without_prefix_cache() {
+    search(SchedulerConfig { enable_prefix_caching: false, ..tiny() });
+}
+
+#[test]
+fn no_reachable_state_is_wrong_with_a_budget_of_one_token() {
+    search(SchedulerConfig { max_num_batched_tokens: 1, ..tiny() });
+}
+
+#[test]
+fn no_reachable_state_is_wrong_with_chunks_of_one_token() {
+    search(SchedulerConfig { max_prefill_chunk_tokens: Some(1), ..tiny() });
+}
+
+#[test]
+fn no_reachable_state_is_wrong_with_equal_hashes() {
+    search(SchedulerConfig { collide_hashes: true, ..tiny() });
+}
+
+#[test]
+fn no_reachable_state_is_wrong_under_static() {
+    search(SchedulerConfig { policy: Policy::Static, max_num_batched_tokens: 1, ..tiny() });
 }

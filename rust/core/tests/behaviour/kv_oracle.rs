@@ -24,12 +24,16 @@ fn reading_ones_own_prefix_is_right() {
 
 #[test]
 fn a_slot_that_nobody_wrote_is_noticed() {
-    assert!(complaint(&written(), &[2, 0], &[10, 11, 12, 13]).contains("position 3 reads slot 1, which nobody has written"));
+    assert!(
+        complaint(&written(), &[2, 0], &[10, 11, 12, 13]).contains("position 3 reads slot 1, which nobody has written")
+    );
 }
 
 #[test]
 fn a_slot_of_another_prefix_is_noticed() {
-    assert!(complaint(&written(), &[2, 0], &[10, 99]).contains("position 1 reads slot 5, which stands for another prefix"));
+    assert!(
+        complaint(&written(), &[2, 0], &[10, 99]).contains("position 1 reads slot 5, which stands for another prefix")
+    );
     assert!(complaint(&written(), &[0, 2], &[10, 11]).contains("another prefix"), "blocks in the wrong order");
 }
 

@@ -8,6 +8,7 @@
 //! | `exhaustive` | every state that two requests on three blocks can reach |
 //! | `kv_oracle` | that the fake KV memory really notices what it is there for |
 //! | `cases` | faults that engines of this kind have had, each with the right behaviour |
+//! | `limits` | bounds, at the limit and one above |
 //! | `textbook` | the examples with which continuous batching is explained, number by number |
 //!
 //! One test binary, so that the oracle is compiled once.
@@ -16,6 +17,7 @@ mod cases;
 mod episode;
 mod exhaustive;
 mod kv_oracle;
+mod limits;
 mod model_based;
 mod ops;
 mod oracle;

@@ -43,7 +43,12 @@ fn report(seed: u64, episode: &Episode, message: &str) -> String {
 }
 
 /// Runs episodes from `next_seed` on until `num_ops` operations are done; the first failure is told.
-fn run_episodes(next_seed: &AtomicU64, num_done: &AtomicU64, num_ops: u64, has_failed: &AtomicBool) -> Result<(), String> {
+fn run_episodes(
+    next_seed: &AtomicU64,
+    num_done: &AtomicU64,
+    num_ops: u64,
+    has_failed: &AtomicBool,
+) -> Result<(), String> {
     while num_done.load(Ordering::Relaxed) < num_ops && !has_failed.load(Ordering::Relaxed) {
         let seed = next_seed.fetch_add(1, Ordering::Relaxed);
         let episode = random(seed, EPISODE_LEN);
@@ -82,8 +87,68 @@ fn the_same_seed_gives_the_same_steps() {
 }
 
 /// Lists that random runs have once found to fail, so that they stay fixed.
-fn check_regression(config: SchedulerConfig, ops: &[Op]) {
-    if let Err(message) = replay(&config, ops) {
+fn check_regression(config: &SchedulerConfig, ops: &[Op]) {
+    if let Err(message) = replay(config, ops) {
         panic!("{message}");
     }
+}
+
+fn submit(prompt: &[i32], max_tokens: Option<u64>, owner: u8, script: u64) -> Op {
+    Op::Submit { prompt: prompt.to_vec(), max_tokens, owner, stop: None, ignore_eos: true, script }
+}
+
+/// The third prompt's second block has the tokens of the first one's, and by collision its hash; but they continue different blocks.
+#[test]
+fn colliding_hashes_make_nobody_wait_for_a_block_of_another_prefix() {
+    let config = SchedulerConfig {
+        max_num_seqs: 3,
+        max_num_batched_tokens: 6,
+        num_blocks: 21,
+        max_model_len: 44,
+        block_size: 2,
+        max_prefill_chunk_tokens: Some(4),
+        collide_hashes: true,
+        ..SchedulerConfig::default()
+    };
+    let ops = [
+        submit(&[0, 1, 1, 0, 1, 1], Some(2), 0, 2),
+        submit(&[1, 0, 1, 1, 0, 1], Some(3), 0, 2),
+        submit(&[0, 1, 1, 1, 0], Some(1), 0, 2),
+    ];
+    check_regression(&config, &ops);
+}
+
+/// A twin has published what a preempted request generated after the cache was reset under it: it must find that when it resumes.
+#[test]
+fn a_resumed_request_finds_blocks_that_it_filled_after_a_reset() {
+    let config = SchedulerConfig {
+        max_num_seqs: 6,
+        max_num_batched_tokens: 13,
+        num_blocks: 31,
+        max_model_len: 34,
+        block_size: 1,
+        max_prefill_chunk_tokens: Some(3),
+        ..SchedulerConfig::default()
+    };
+    let twin = 11_364_813_722_185_914_715;
+    let ops = [
+        submit(&[1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 1, 1], Some(19), 3, 16_017_065_270_672_592_063),
+        submit(
+            &[1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1],
+            Some(9),
+            4,
+            10_345_988_569_941_018_735,
+        ),
+        submit(&[0, 0, 0, 1, 0, 1, 0, 0, 1, 0], Some(7), 0, 5_379_423_574_687_673_930),
+        submit(&[1, 1, 0], Some(12), 0, twin),
+        Op::Finish { request: 0, num_tokens: 0 },
+        submit(&[1, 1], None, 0, twin),
+        submit(&[1, 1], None, 0, twin),
+        Op::Step { errors: 0 },
+        Op::Fail,
+        Op::Step { errors: 0 },
+        Op::Step { errors: 0 },
+        Op::ResetPrefixCache,
+    ];
+    check_regression(&config, &ops);
 }

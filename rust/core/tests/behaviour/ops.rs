@@ -17,14 +17,26 @@ const VOCAB_SIZE: u32 = 4;
 /// operations are removed from it.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Op {
-    Submit { prompt: Vec<i32>, max_tokens: Option<u64>, owner: u8, stop: Option<i32>, ignore_eos: bool, script: u64 },
+    Submit {
+        prompt: Vec<i32>,
+        max_tokens: Option<u64>,
+        owner: u8,
+        stop: Option<i32>,
+        ignore_eos: bool,
+        script: u64,
+    },
     /// Bit i: sample i is unusable.
-    Step { errors: u64 },
+    Step {
+        errors: u64,
+    },
     /// A result that must be refused.
     BadStep(Mistake),
     Fail,
     Cancel(usize),
-    Finish { request: usize, num_tokens: usize },
+    Finish {
+        request: usize,
+        num_tokens: usize,
+    },
     ResetPrefixCache,
 }
 
@@ -111,10 +123,10 @@ pub(crate) fn random_op(rng: &mut Rng, oracle: &Oracle) -> Op {
 }
 
 fn random_submit(rng: &mut Rng, oracle: &Oracle) -> Op {
-    if rng.one_in(6) {
-        if let Some(twin) = twin(rng, oracle) {
-            return twin;
-        }
+    if rng.one_in(6)
+        && let Some(twin) = twin(rng, oracle)
+    {
+        return twin;
     }
     let max_model_len = oracle.model().config.max_model_len;
     let mut prompt = shared_start(rng, oracle);
@@ -148,7 +160,8 @@ fn twin(rng: &mut Rng, oracle: &Oracle) -> Option<Op> {
     let requests = &oracle.model().requests;
     let earlier = requests.get(requests.len().checked_sub(1 + rng.below(3))?)?;
     let Script::Random { seed, .. } = earlier.script else { return None };
-    let owner = (0..NUM_OWNERS).find(|&index| owner(index) == (earlier.spec.tenant.clone(), earlier.spec.cache_salt.clone()))?;
+    let owner = (0..NUM_OWNERS)
+        .find(|&index| owner(index) == (earlier.spec.tenant.clone(), earlier.spec.cache_salt.clone()))?;
     let prompt = earlier.spec.prompt_token_ids.clone();
     Some(Op::Submit { prompt, max_tokens: None, owner, stop: None, ignore_eos: true, script: seed })
 }

@@ -29,7 +29,7 @@ impl Script {
             Self::Random { seed, vocab_size, rare } => {
                 let draw = mix(seed ^ mix(position as u64));
                 match rare {
-                    Some(token) if draw % 8 == 0 => *token,
+                    Some(token) if draw.is_multiple_of(8) => *token,
                     _ => ((draw >> 3) % *vocab_size as u64) as i32,
                 }
             }

@@ -35,11 +35,14 @@ pub(crate) fn shrink(ops: &[Op], mut fails: impl FnMut(&[Op]) -> bool) -> Vec<Op
             size = size.div_ceil(2);
         }
         for index in 0..best.len() {
-            for simpler in simpler(&best[index]) {
-                let mut candidate = best.clone();
-                candidate[index] = simpler;
-                try_with(candidate, &mut best);
-            }
+            let mut simplify = |best: &mut Vec<Op>| {
+                simpler(&best[index]).into_iter().any(|simpler| {
+                    let mut candidate = best.clone();
+                    candidate[index] = simpler;
+                    try_with(candidate, best)
+                })
+            };
+            while simplify(&mut best) {}
         }
         if best == before {
             return best;
@@ -61,7 +64,9 @@ fn simpler(op: &Op) -> Vec<Op> {
                     simpler.push(submit(&prompt[..len], *max_tokens, *owner, *stop, *ignore_eos));
                 }
             }
-            for fewer in [max_tokens.map(|tokens| tokens / 2), max_tokens.map(|tokens| tokens.saturating_sub(1)), Some(1)] {
+            for fewer in
+                [max_tokens.map(|tokens| tokens / 2), max_tokens.map(|tokens| tokens.saturating_sub(1)), Some(1)]
+            {
                 if fewer < *max_tokens && fewer > Some(0) || max_tokens.is_none() && fewer.is_some() {
                     simpler.push(submit(prompt, fewer, *owner, *stop, *ignore_eos));
                 }

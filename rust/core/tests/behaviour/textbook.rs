@@ -60,9 +60,8 @@ fn a_finished_sequence_is_replaced_in_the_next_step() {
     let mut oracle = Oracle::new(config(4, Policy::Fcfs));
     one_token_requests(&mut oracle, &[3, 8, 2, 6, 5, 3, 4]);
     let batches = batches_by_row(&mut oracle, 10);
-    let expected = [
-        "A B C D", "A B C D", "A B E D", "F B E D", "F B E D", "F B E D", "G B E -", "G B - -", "G - - -", "G - - -",
-    ];
+    let expected =
+        ["A B C D", "A B C D", "A B E D", "F B E D", "F B E D", "F B E D", "G B E -", "G B - -", "G - - -", "G - - -"];
     assert_eq!(batches, expected);
     oracle.drain();
 }
@@ -72,9 +71,7 @@ fn a_static_group_runs_until_its_slowest_member_ends() {
     let mut oracle = Oracle::new(config(4, Policy::Static));
     one_token_requests(&mut oracle, &[3, 8, 2, 6, 5, 3, 4]);
     let batches = batches_by_row(&mut oracle, 9);
-    let expected = [
-        "A B C D", "A B C D", "A B - D", "- B - D", "- B - D", "- B - D", "- B - -", "- B - -", "E F G -",
-    ];
+    let expected = ["A B C D", "A B C D", "A B - D", "- B - D", "- B - D", "- B - D", "- B - -", "- B - -", "E F G -"];
     assert_eq!(batches, expected);
     let useful = batches[..8].concat().chars().filter(char::is_ascii_uppercase).count();
     assert_eq!((useful, batches[..8].len() * 4), (19, 32));

@@ -131,16 +131,25 @@ const CACHE_LINE: usize = 64;
 pub(crate) fn prefetch<E: Element>(data: &[E], start: usize, len: usize) {
     let first = data.as_ptr().wrapping_add(start).cast::<i8>();
     for byte in (0..len * size_of::<E>()).step_by(CACHE_LINE) {
-        let _line = first.wrapping_add(byte);
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: SSE, which every x86-64 CPU has; a prefetch never faults.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(_line);
-        }
+        prefetch_line(first.wrapping_add(byte));
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch_line(address: *const i8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: SSE, which every x86-64 CPU has; a prefetch never faults.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
+}
+
+/// There is no stable hint for other CPUs.
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+fn prefetch_line(_: *const i8) {}
+
 #[cfg(test)]
+#[allow(clippy::float_cmp, reason = "the numbers are small integers")]
 mod tests {
     use super::portable::Portable;
     use super::*;

@@ -4,8 +4,9 @@
 //! the vocabulary have its length; and a special token id is inside the vocabulary or "none".
 
 use super::GgufFile;
-use super::tokenizer::{self, NO_TOKEN, SCORES_KEY, TOKEN_TYPES_KEY, TOKENS_KEY, is_token_id_key};
+use super::tokenizer::{self, MERGES_KEY, NO_TOKEN, SCORES_KEY, TOKEN_TYPES_KEY, TOKENS_KEY, is_token_id_key};
 use super::value::Value;
+use crate::limits::{MAX_MERGES, MAX_TOKENS};
 use crate::{ErrorKind, Result};
 
 const EMBEDDING: &str = "token_embd.weight";
@@ -58,7 +59,7 @@ const KEYS: [(&str, Shape); 13] = [
     (TOKENS_KEY, Shape::Texts),
     (TOKEN_TYPES_KEY, Shape::Integers),
     (SCORES_KEY, Shape::Floats),
-    (tokenizer::MERGES_KEY, Shape::Texts),
+    (MERGES_KEY, Shape::Texts),
     (tokenizer::ADD_BOS_KEY, Shape::Bool),
     (tokenizer::ADD_EOS_KEY, Shape::Bool),
     (tokenizer::ADD_SPACE_PREFIX_KEY, Shape::Bool),
@@ -119,16 +120,16 @@ fn check_vocabulary(file: &GgufFile) -> Result<Option<u64>> {
         _ => None,
     };
     let embedding_rows = file.tensor(EMBEDDING).ok().map(|info| info.shape[0] as u64);
+    let check = |key, found, limit| ErrorKind::check_limit(found, limit).map_err(|kind| file.error(key, kind));
+    check(MERGES_KEY, length(MERGES_KEY).unwrap_or(0), MAX_MERGES)?;
     let Some(num_tokens) = length(TOKENS_KEY) else { return Ok(embedding_rows) };
+    // More rows than tokens are padding; a token without a row could not be computed with.
+    check(TOKENS_KEY, num_tokens, embedding_rows.unwrap_or(MAX_TOKENS).min(MAX_TOKENS))?;
     for key in [TOKEN_TYPES_KEY, SCORES_KEY] {
         if let Some(found) = length(key).filter(|&found| found != num_tokens) {
             let kind = ErrorKind::LengthMismatch { found, expected: num_tokens, of: "tokens" };
             return Err(file.error(key, kind));
         }
-    }
-    // More rows than tokens are padding; a token without a row could not be computed with.
-    if let Some(limit) = embedding_rows.filter(|&rows| rows < num_tokens) {
-        return Err(file.error(TOKENS_KEY, ErrorKind::AboveLimit { found: num_tokens, limit }));
     }
     Ok(Some(num_tokens))
 }

@@ -12,16 +12,16 @@ use std::path::Path;
 use super::reader::Reader;
 use super::value::Value;
 use crate::error::shown;
+use crate::limits::{
+    MAX_ALIGNMENT, MAX_GGUF_DIMENSIONS, MAX_KEY_BYTES, MAX_METADATA_BYTES, MAX_METADATA_KEYS, MAX_TENSOR_NAME_BYTES,
+    MAX_TENSORS,
+};
 use crate::{Encoding, ErrorKind, Result};
 
 /// The fewest bytes of one metadata entry: length, one character, type, one byte.
 const MIN_ENTRY_BYTES: u64 = 8 + 1 + 4 + 1;
 /// The fewest bytes of one tensor entry: length, one character, dimensions, type, offset.
 const MIN_TENSOR_BYTES: u64 = 8 + 1 + 4 + 8 + 4 + 8;
-/// The most dimensions of a tensor.
-const MAX_DIMENSIONS: u32 = 4;
-/// The largest alignment that is accepted; files use 32.
-const MAX_ALIGNMENT: u64 = 1 << 16;
 const DEFAULT_ALIGNMENT: u64 = 32;
 const ALIGNMENT_KEY: &str = "general.alignment";
 const SPLIT_KEY: &str = "split.count";
@@ -89,21 +89,27 @@ fn read_preamble(file: &Path, reader: &mut Reader<'_>) -> Result<(u32, u64, u64)
     }
     let num_tensors = reader.u64().map_err(|kind| kind.at(file, "tensor count"))?;
     let num_entries = reader.u64().map_err(|kind| kind.at(file, "metadata count"))?;
-    let most = |least_bytes: u64| reader.remaining() / least_bytes;
-    check_count(num_tensors, most(MIN_TENSOR_BYTES)).map_err(|kind| kind.at(file, "tensor count"))?;
-    check_count(num_entries, most(MIN_ENTRY_BYTES)).map_err(|kind| kind.at(file, "metadata count"))?;
+    let check = |count: u64, least_bytes: u64, limit: u64, field: &str| {
+        let limit = limit.min(reader.remaining() / least_bytes);
+        ErrorKind::check_limit(count, limit).map_err(|kind| kind.at(file, field))
+    };
+    check(num_tensors, MIN_TENSOR_BYTES, MAX_TENSORS, "tensor count")?;
+    check(num_entries, MIN_ENTRY_BYTES, MAX_METADATA_KEYS, "metadata count")?;
     Ok((version, num_tensors, num_entries))
-}
-
-fn check_count(found: u64, limit: u64) -> Result<(), ErrorKind> {
-    if found > limit { Err(ErrorKind::AboveLimit { found, limit }) } else { Ok(()) }
 }
 
 fn read_metadata(file: &Path, reader: &mut Reader<'_>, count: u64) -> Result<BTreeMap<String, Value>> {
     let mut metadata = BTreeMap::new();
+    let mut kept_bytes = 0;
     for number in 0..count {
-        let key = reader.name().map_err(|kind| kind.at(file, format!("metadata key {number}")))?;
-        let value = Value::read(reader).map_err(|kind| kind.at(file, key))?;
+        let key = reader.name(MAX_KEY_BYTES).map_err(|kind| kind.at(file, format!("metadata key {number}")))?;
+        kept_bytes += key.len() as u64;
+        let value = Value::read(reader, MAX_METADATA_BYTES.saturating_sub(kept_bytes));
+        let value = value.map_err(|kind| kind.at(file, key))?;
+        if let Value::Text(text) = &value {
+            kept_bytes += text.len() as u64;
+        }
+        ErrorKind::check_limit(kept_bytes, MAX_METADATA_BYTES).map_err(|kind| kind.at(file, key))?;
         if metadata.insert(key.to_owned(), value).is_some() {
             return Err(ErrorKind::Duplicate.at(file, key));
         }
@@ -141,7 +147,7 @@ fn alignment(file: &Path, metadata: &BTreeMap<String, Value>) -> Result<u64> {
 fn read_entries<'a>(file: &Path, reader: &mut Reader<'a>, count: u64) -> Result<Vec<Entry<'a>>> {
     let mut entries = Vec::new();
     for number in 0..count {
-        let name = reader.name().map_err(|kind| kind.at(file, format!("tensor name {number}")))?;
+        let name = reader.name(MAX_TENSOR_NAME_BYTES).map_err(|kind| kind.at(file, format!("tensor name {number}")))?;
         let entry = read_entry(reader, name).map_err(|kind| kind.at(file, format!("tensor {name}")))?;
         entries.push(entry);
     }
@@ -150,8 +156,8 @@ fn read_entries<'a>(file: &Path, reader: &mut Reader<'a>, count: u64) -> Result<
 
 fn read_entry<'a>(reader: &mut Reader<'_>, name: &'a str) -> Result<Entry<'a>, ErrorKind> {
     let dimensions = reader.u32()?;
-    if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
-        let (found, high) = (dimensions.into(), MAX_DIMENSIONS.into());
+    if !(1..=MAX_GGUF_DIMENSIONS).contains(&dimensions) {
+        let (found, high) = (dimensions.into(), MAX_GGUF_DIMENSIONS.into());
         return Err(ErrorKind::OutOfRange { found, low: 1, high });
     }
     let mut shape = Vec::new();

@@ -5,9 +5,6 @@
 
 use crate::ErrorKind;
 
-/// Longest key or tensor name, in bytes; none is empty.
-pub(super) const MAX_NAME_BYTES: u64 = 65_535;
-
 /// Reads little-endian values one after the other.
 #[derive(Debug)]
 pub(super) struct Reader<'a> {
@@ -69,12 +66,12 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(self.take(length)?).map_err(|_| ErrorKind::NotUtf8)
     }
 
-    /// Reads a key or a tensor name.
-    pub(super) fn name(&mut self) -> Result<&'a str, ErrorKind> {
+    /// Reads a key or a tensor name of 1 to `limit` bytes.
+    pub(super) fn name(&mut self, limit: u64) -> Result<&'a str, ErrorKind> {
         let length = self.u64()?;
         let bytes = self.take(length)?;
-        if !(1..=MAX_NAME_BYTES).contains(&length) {
-            return Err(ErrorKind::OutOfRange { found: length.into(), low: 1, high: MAX_NAME_BYTES.into() });
+        if !(1..=limit).contains(&length) {
+            return Err(ErrorKind::OutOfRange { found: length.into(), low: 1, high: limit.into() });
         }
         std::str::from_utf8(bytes).map_err(|_| ErrorKind::NotUtf8)
     }

@@ -69,11 +69,11 @@ fn num_heads(file: &GgufFile, layer: usize, is_query: bool) -> Result<u64> {
         None => return Err(file.error(key, ErrorKind::Missing)),
         Some(Value::Array(array)) => {
             // One number a layer.
-            let element = file.elements(key, array)?.into_iter().nth(layer);
-            element.ok_or_else(|| {
-                let (found, expected) = (array.len() as u64, layer as u64 + 1);
+            let element = array.scalars(file.map.bytes()).nth(layer).ok_or_else(|| {
+                let (found, expected) = (array.len() as u64, (layer as u64).saturating_add(1));
                 file.error(key, ErrorKind::LengthMismatch { found, expected, of: "layers" })
-            })?
+            })?;
+            element.map_err(|kind| file.error(key, kind))?
         }
         Some(value) => value.clone(),
     };

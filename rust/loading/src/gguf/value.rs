@@ -79,11 +79,15 @@ pub enum Value {
 }
 
 impl Value {
-    /// Reads the type of a value and the value.
-    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self, ErrorKind> {
+    /// Reads the type of a value and the value; a text may have `max_text_bytes`.
+    pub(super) fn read(reader: &mut Reader<'_>, max_text_bytes: u64) -> Result<Self, ErrorKind> {
         match ValueType::from_id(reader.u32()?)? {
             ValueType::Array => Array::read(reader).map(Self::Array),
-            ValueType::Text => Ok(Self::Text(reader.text()?.to_owned())),
+            ValueType::Text => {
+                let text = reader.text()?;
+                ErrorKind::check_limit(text.len() as u64, max_text_bytes)?;
+                Ok(Self::Text(text.to_owned()))
+            }
             scalar => Self::read_scalar(reader, scalar),
         }
     }

@@ -16,9 +16,10 @@ use std::path::{Component, Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::header::{MAX_JSON_BYTES, UniqueKeys};
+use super::header::UniqueKeys;
 use super::{SafetensorsFile, TensorInfo};
 use crate::error::shown;
+use crate::limits::MAX_JSON_BYTES;
 use crate::mapped::MappedFile;
 use crate::{ErrorKind, Result};
 
@@ -152,9 +153,7 @@ fn read_weight_map(index: &Path) -> Result<BTreeMap<String, String>> {
     let at = |kind: ErrorKind| kind.at(index, WEIGHT_MAP);
     let map = MappedFile::open(index)?;
     let found = map.bytes().len() as u64;
-    if found > MAX_JSON_BYTES {
-        return Err(ErrorKind::AboveLimit { found, limit: MAX_JSON_BYTES }.at(index, "file"));
-    }
+    ErrorKind::check_limit(found, MAX_JSON_BYTES).map_err(|kind| kind.at(index, "file"))?;
     let text = std::str::from_utf8(map.bytes()).map_err(|_| at(ErrorKind::NotUtf8))?;
     let index: Index<'_> = serde_json::from_str(text).map_err(|error| at(error.into()))?;
     let mut weight_map = BTreeMap::new();

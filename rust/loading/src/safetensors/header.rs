@@ -14,12 +14,9 @@ use serde_json::value::RawValue;
 use super::dtype::Dtype;
 use crate::encoding::checked_product;
 use crate::error::shown;
+use crate::limits::{MAX_DIMENSIONS, MAX_JSON_BYTES, MAX_TENSORS};
 use crate::{ErrorKind, Result};
 
-/// The largest header (or index) that is read; 16 MiB hold more than 100,000 tensors.
-pub(super) const MAX_JSON_BYTES: u64 = 16 << 20;
-/// The most dimensions of a tensor.
-const MAX_DIMENSIONS: usize = 8;
 const LENGTH_BYTES: u64 = 8;
 const METADATA: &str = "__metadata__";
 
@@ -69,6 +66,9 @@ impl<'de: 'a, 'a> Deserialize<'de> for UniqueKeys<'a> {
                     let name = shown(&key);
                     if keys.insert(key, map.next_value()?).is_some() {
                         return Err(M::Error::custom(format!("key {name:?} occurs twice")));
+                    }
+                    if keys.len() as u64 > MAX_TENSORS {
+                        return Err(M::Error::custom(format!("more than {MAX_TENSORS} keys")));
                     }
                 }
                 Ok(keys)

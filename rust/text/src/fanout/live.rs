@@ -11,7 +11,7 @@ use super::finished::{FinishedRequest, StopReason};
 use crate::stream::TextStream;
 
 /// One event of a step output.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Event<'a> {
     time_ns: u64,
     /// -1 = none.
@@ -41,7 +41,10 @@ impl<'a> Event<'a> {
 pub(super) enum Progress {
     GoesOn,
     /// The text is complete; the engine is to be told to end the request after so many tokens.
-    Stopped { num_tokens: u32, stop: Arc<str> },
+    Stopped {
+        num_tokens: u32,
+        stop: Arc<str>,
+    },
     Ended,
 }
 

@@ -1,5 +1,5 @@
 //! Two small tokenizers made here, and the shared data (skipped without `CBRS_DATA`).
-#![allow(dead_code)] // each test file uses its own part
+#![allow(dead_code, clippy::unwrap_used, clippy::print_stderr)] // each test file uses its own part
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -66,7 +66,8 @@ pub(crate) const END: i32 = 262;
 
 /// Byte-level: ids 0 to 255 are the bytes, then a few longer tokens and added ones.
 pub(crate) fn byte_level() -> Tokenizer {
-    let mut vocab: BTreeMap<String, usize> = (0..=255u8).map(|byte| (byte_char(byte).to_string(), byte.into())).collect();
+    let mut vocab: BTreeMap<String, usize> =
+        (0..=255u8).map(|byte| (byte_char(byte).to_string(), byte.into())).collect();
     for (offset, bytes) in ["hello".as_bytes(), b" world", b" \xC3", b"\xE4\xBD"].iter().enumerate() {
         vocab.insert(bytes.iter().copied().map(byte_char).collect(), 256 + offset);
     }
@@ -82,7 +83,8 @@ pub(crate) fn byte_level() -> Tokenizer {
 
 /// SentencePiece style: 0 to 2 special, 3 to 258 the bytes, then words with their leading space marked.
 pub(crate) fn spm() -> Tokenizer {
-    let mut vocab: BTreeMap<String, usize> = BTreeMap::from([("<unk>".into(), 0), ("<s>".into(), 1), ("</s>".into(), 2)]);
+    let mut vocab: BTreeMap<String, usize> =
+        BTreeMap::from([("<unk>".into(), 0), ("<s>".into(), 1), ("</s>".into(), 2)]);
     vocab.extend((0..=255usize).map(|byte| (format!("<0x{byte:02X}>"), byte + 3)));
     for (offset, word) in SPM_WORDS.iter().enumerate() {
         vocab.insert((*word).to_owned(), 259 + offset);

@@ -9,7 +9,10 @@ impl Model {
     pub(crate) fn check_arrays(&mut self, scheduler: &Scheduler) {
         let batch = scheduler.batch();
         let num_seqs = batch.row_ids.len();
-        assert_eq!((batch.num_seqs(), batch.num_tokens(), batch.query_start.len()), (num_seqs, batch.token_ids.len(), num_seqs + 1));
+        assert_eq!(
+            (batch.num_seqs(), batch.num_tokens(), batch.query_start.len()),
+            (num_seqs, batch.token_ids.len(), num_seqs + 1)
+        );
         let lens = [batch.seq_lens.len(), batch.request_ids.len(), batch.choice_ids.len()];
         assert_eq!(lens, [num_seqs; 3], "the arrays by sequence differ in length");
         assert_eq!([batch.positions.len(), batch.slot_mapping.len()], [batch.token_ids.len(); 2]);
@@ -21,7 +24,8 @@ impl Model {
             self.flight.push(flying);
         }
         assert_eq!(token, batch.token_ids.len(), "tokens belong to no sequence");
-        let lens = [batch.sample_index.len(), batch.sample_rows.len(), batch.sample_positions.len(), batch.logits_index.len()];
+        let lens =
+            [batch.sample_index.len(), batch.sample_rows.len(), batch.sample_positions.len(), batch.logits_index.len()];
         assert_eq!(lens, [samples; 4], "a sample belongs to no finished sequence");
         self.check_scalars(scheduler);
     }

@@ -75,7 +75,10 @@ impl Cache {
             for (kept, content) in self.content.iter().enumerate() {
                 if content.is_some() && !self.was_held[kept] && pool.ref_count(BlockId::new(kept as u32)) == 0 {
                     let kept_at = self.released_at[kept];
-                    assert!(gone_at <= kept_at, "block {gone} was evicted before block {kept}, which was released earlier");
+                    assert!(
+                        gone_at <= kept_at,
+                        "block {gone} was evicted before block {kept}, which was released earlier"
+                    );
                 }
             }
         }

@@ -47,7 +47,8 @@ impl Model {
 
     /// What is in flight, asked for, or still to be told.
     fn add_traffic(&self, state: &mut Folder) {
-        let place = |request: usize| self.live.iter().position(|&other| other == request).map_or(u64::MAX, |at| at as u64);
+        let place =
+            |request: usize| self.live.iter().position(|&other| other == request).map_or(u64::MAX, |at| at as u64);
         for flying in &self.flight {
             let (start, end) = (flying.start as u64, flying.end as u64);
             state.add_all([place(flying.request), flying.row as u64, start, end].into_iter());

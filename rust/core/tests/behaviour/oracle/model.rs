@@ -131,7 +131,9 @@ impl Model {
     /// Requests and prompt tokens that count against the queue's bounds.
     pub(crate) fn queued(&self) -> (usize, u64) {
         let queued = self.live.iter().filter(|&&index| !self.requests[index].is_started);
-        queued.fold((0, 0), |(requests, tokens), &index| (requests + 1, tokens + self.requests[index].num_prompt() as u64))
+        queued.fold((0, 0), |(requests, tokens), &index| {
+            (requests + 1, tokens + self.requests[index].num_prompt() as u64)
+        })
     }
 
     /// Why `submit` must refuse this request, if it must.
@@ -181,6 +183,13 @@ impl Model {
         self.requests.push(request);
         self.counters.num_accepted_requests += 1;
         index
+    }
+
+    /// Whether a cancel or finish of this request waits for the next step.
+    pub(crate) fn is_end_asked(&self, index: usize) -> bool {
+        self.controls.iter().any(|control| match control {
+            Control::Cancel { request } | Control::Finish { request, .. } => *request == index,
+        })
     }
 
     /// Applies cancels and finishes in the order in which they were asked for; the first end wins.

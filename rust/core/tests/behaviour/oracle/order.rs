@@ -87,7 +87,10 @@ impl Model {
         if num_scheduled < decodes.len().min(budget) {
             let can_wait = |index: &usize| plan.scheduled[self.requests[*index].row.expect("it runs")] == 1;
             let waiting = decodes.iter().filter(|index| !can_wait(index));
-            assert!(waiting.clone().all(|index| starved.contains(index)), "budget is left, and a decode with a slot waits");
+            assert!(
+                waiting.clone().all(|index| starved.contains(index)),
+                "budget is left, and a decode with a slot waits"
+            );
         }
         budget - num_scheduled
     }
@@ -95,10 +98,12 @@ impl Model {
     /// Prompts under way and newcomers take exactly what budget and chunk limit leave them, in order.
     fn check_chunks(&self, plan: &Plan, mut left: usize) -> usize {
         let limit = self.config.max_prefill_chunk_tokens.unwrap_or(usize::MAX);
-        let mut chunks: Vec<usize> = plan.running.iter().copied().filter(|index| !plan.victims.contains(index)).collect();
+        let mut chunks: Vec<usize> =
+            plan.running.iter().copied().filter(|index| !plan.victims.contains(index)).collect();
         chunks.extend(&plan.started);
         let is_group = self.is_static();
-        let is_chunk = |index: &usize| self.requests[*index].remaining() > 1 || plan.started.contains(index) && !is_group;
+        let is_chunk =
+            |index: &usize| self.requests[*index].remaining() > 1 || plan.started.contains(index) && !is_group;
         chunks.retain(is_chunk);
         if is_group {
             chunks.sort_unstable();
@@ -142,7 +147,10 @@ impl Model {
         let is_first = plan.running.is_empty() && plan.started.len() == 1;
         if !is_first {
             let (available, growing) = (scheduler.pool().num_available(), self.num_growing());
-            assert!(available >= growing, "after the last admission {available} blocks are left for {growing} that may grow");
+            assert!(
+                available >= growing,
+                "after the last admission {available} blocks are left for {growing} that may grow"
+            );
         }
     }
 
@@ -187,7 +195,10 @@ impl Model {
             }
             assert!(self.may_be_passed(index, plan), "request {index} fits and has no reason to wait");
             self.requests[index].deferrals += 1;
-            assert!(self.requests[index].deferrals <= MAX_STEPS_PASSED, "request {index} waits too long for a block in flight");
+            assert!(
+                self.requests[index].deferrals <= MAX_STEPS_PASSED,
+                "request {index} waits too long for a block in flight"
+            );
         }
     }
 

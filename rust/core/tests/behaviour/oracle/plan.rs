@@ -42,8 +42,7 @@ impl Model {
         self.take_new_rows(scheduler, &mut plan);
         self.replay_tables(scheduler, &plan);
         self.check_started(scheduler, &plan);
-        self.counters.num_evicted_blocks +=
-            self.cache.check_evictions(scheduler.pool(), self.operation + 1) as u64;
+        self.counters.num_evicted_blocks += self.cache.check_evictions(scheduler.pool(), self.operation + 1) as u64;
         self.check_order(scheduler, &plan);
         self.check_arrays(scheduler);
         self.run_memory(scheduler);
@@ -52,13 +51,18 @@ impl Model {
 
     fn before_plan(&self) -> Plan {
         let running = self.running();
-        let decodes: Vec<usize> = running.iter().copied().filter(|&index| self.requests[index].remaining() == 1).collect();
-        let is_full = |&index: &usize| self.requests[index].computed == self.table(index).len() * self.config.block_size;
+        let decodes: Vec<usize> =
+            running.iter().copied().filter(|&index| self.requests[index].remaining() == 1).collect();
+        let is_full =
+            |&index: &usize| self.requests[index].computed == self.table(index).len() * self.config.block_size;
         Plan {
             waiting: self.waiting(),
             starved: decodes.iter().copied().filter(is_full).collect(),
             holders: self.holders(),
-            deepest: running.iter().map(|&index| *self.table(index).last().expect("a running request has blocks")).collect(),
+            deepest: running
+                .iter()
+                .map(|&index| *self.table(index).last().expect("a running request has blocks"))
+                .collect(),
             victims: Vec::new(),
             started: Vec::new(),
             scheduled: vec![0; self.rows.len()],
@@ -144,7 +148,11 @@ impl Model {
         for row in 0..self.rows.len() {
             let (start, len) = (row * max_blocks, self.tables.len[row]);
             assert_eq!(&tables[start..start + len], self.tables.row(row), "the table of row {row} is wrong");
-            assert_eq!(&self.device_tables[start..start + len], self.tables.row(row), "row {row}: the updates lack something");
+            assert_eq!(
+                &self.device_tables[start..start + len],
+                self.tables.row(row),
+                "row {row}: the updates lack something"
+            );
         }
     }
 
@@ -152,7 +160,11 @@ impl Model {
     fn enter_table(&mut self, scheduler: &Scheduler, request: usize, row: usize, ids: &[i32]) {
         let block_size = self.config.block_size;
         let tracked = &self.requests[request];
-        assert_eq!(ids.len(), tracked.tokens.len().div_ceil(block_size), "request {request} holds too much or too little");
+        assert_eq!(
+            ids.len(),
+            tracked.tokens.len().div_ceil(block_size),
+            "request {request} holds too much or too little"
+        );
         let num_hits = if self.caches() { self.cache.hits(tracked, block_size) } else { 0 };
         for (column, &block) in ids.iter().enumerate() {
             if column < num_hits {
@@ -192,15 +204,27 @@ impl Model {
             } else {
                 request.is_started = true;
                 let wanted = (request.id.as_u64(), request.computed as i32);
-                assert_eq!(told.next().map(|(&id, &cached)| (id, cached)), Some(wanted), "(id, cached) of a first admission");
+                assert_eq!(
+                    told.next().map(|(&id, &cached)| (id, cached)),
+                    Some(wanted),
+                    "(id, cached) of a first admission"
+                );
                 self.counters.num_prompt_tokens += request.num_prompt() as u64;
                 self.counters.num_cached_prompt_tokens += request.computed as u64;
             }
             let asked = &request.spec.sampling;
             let given = (sampling.temperature[row], sampling.top_k[row], sampling.top_p[row], sampling.min_p[row]);
-            assert_eq!(given, (asked.temperature, asked.top_k, asked.top_p, asked.min_p), "row {row} samples otherwise");
+            assert_eq!(
+                given,
+                (asked.temperature, asked.top_k, asked.top_p, asked.min_p),
+                "row {row} samples otherwise"
+            );
             let seed = *request.seed.get_or_insert(sampling.seeds[row]);
-            assert_eq!(sampling.seeds[row], asked.seed.unwrap_or(seed), "request {index}: another seed after preemption");
+            assert_eq!(
+                sampling.seeds[row],
+                asked.seed.unwrap_or(seed),
+                "request {index}: another seed after preemption"
+            );
         }
         assert_eq!(told.next(), None, "an admission is told that was not the first, or none");
         let num_started = self.live.iter().filter(|&&index| self.requests[index].is_started).count();

@@ -172,7 +172,12 @@ pub(crate) fn check_events(output: &StepOutput, expected: &[Event]) {
     assert_eq!(told, wanted, "the events (request, token) are wrong");
     for (index, event) in expected.iter().enumerate() {
         let finish = FinishReason::from_code(output.finish_reasons[index]);
-        assert_eq!((finish, output.stop_ids[index]), (event.finish, event.stop_id), "the end of {:?} is wrong", event.id);
+        assert_eq!(
+            (finish, output.stop_ids[index]),
+            (event.finish, event.stop_id),
+            "the end of {:?} is wrong",
+            event.id
+        );
         assert_eq!(output.choice_ids[index], 0);
         match (&event.detail, output.detail(index)) {
             (Detail::Absent, None) => {}

@@ -10,12 +10,11 @@ use super::super::GgufFile;
 use super::json::{Bpe, BpeOptions, TokenizerJson};
 use super::vocabulary::{TokenKind, Vocabulary};
 use super::{ADD_SPACE_PREFIX_KEY, SCORES_KEY, TOKENS_KEY, flag, special_token_id, tokenizer};
+use crate::limits::{MAX_MERGES, MAX_PIECE_BYTES};
 use crate::{ErrorKind, Result};
 
 /// What stands for a space inside a piece.
 const SPACE: &str = "\u{2581}";
-/// The longest piece; the work for a piece grows with the square of its length.
-const MAX_PIECE_BYTES: usize = 1024;
 
 /// Builds the tokenizer.
 ///
@@ -69,17 +68,15 @@ fn merges<'a>(file: &GgufFile, vocabulary: &Vocabulary<'a>) -> Result<Vec<(&'a s
         if kind != TokenKind::Normal {
             continue;
         }
-        if piece.len() > MAX_PIECE_BYTES {
-            let (found, limit) = (piece.len() as u64, MAX_PIECE_BYTES as u64);
-            let field = format!("{TOKENS_KEY}[{id}]");
-            return Err(file.error(&field, ErrorKind::AboveLimit { found, limit }));
-        }
+        ErrorKind::check_limit(piece.len() as u64, MAX_PIECE_BYTES)
+            .map_err(|kind| file.error(&format!("{TOKENS_KEY}[{id}]"), kind))?;
         for (at, _) in piece.char_indices().skip(1) {
             let parts = piece.split_at(at);
             if let (Some(left), Some(right)) = (normal(vocabulary, parts.0), normal(vocabulary, parts.1)) {
                 merges.push(Merge { score, id, parts, part_ids: (left, right) });
             }
         }
+        ErrorKind::check_limit(merges.len() as u64, MAX_MERGES).map_err(|kind| file.error(TOKENS_KEY, kind))?;
     }
     merges.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| (a.id, a.part_ids).cmp(&(b.id, b.part_ids))));
     Ok(merges.into_iter().map(|merge| merge.parts).collect())

@@ -1,0 +1,96 @@
+"""Chat templates as Python sees them; bounds and helpers are tested in `rust/text/tests`."""
+
+import json
+import resource
+import time
+
+import kit
+import pytest
+
+from cbrs._core import Tokenizer
+from cbrs.errors import InvalidRequestError
+
+BYTE_JSON = json.dumps(kit.byte_tokenizer())
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def with_template(template, **options):
+    return Tokenizer(BYTE_JSON, chat_template=template, **options)
+
+
+def vectors(cbrs_data):
+    lines = (cbrs_data / "conformance/chat_template_vectors.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if not row["tools"] and not row["extra"]]
+
+
+def test_every_shared_vector_without_tools_renders_to_the_same_text(cbrs_data):
+    templates = json.loads((cbrs_data / "conformance/chat_templates.json").read_text("utf-8"))
+    rows = vectors(cbrs_data)
+    assert len(rows) > 50
+    for row in rows:
+        source = templates[row["template"]]["chat_template"]
+        options = {"bos_token": row["bos_token"], "eos_token": row["eos_token"]}
+        tokenizer = with_template(source, **options)
+        arguments = row["messages"], row["add_generation_prompt"]
+        if "rendered" in row:
+            assert tokenizer.apply_chat_template(*arguments) == row["rendered"]
+        else:
+            with pytest.raises(InvalidRequestError, match="chat template"):
+                tokenizer.apply_chat_template(*arguments)
+
+
+def test_the_prompt_of_the_answer_is_optional():
+    tokenizer = with_template(kit.CHAT_TEMPLATE)
+    assert tokenizer.apply_chat_template(HELLO) == "<user>Hello</s><assistant>"
+    assert tokenizer.apply_chat_template(HELLO, add_generation_prompt=False) == "<user>Hello</s>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "match"),
+    [
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([*HELLO, {"role": "user", "content": None}], r"messages\[1\] has no content"),
+        ([{"content": "x"}], r"messages\[0\] needs a role"),
+        ([{"role": "user", "content": 7}], "must be a string, not a number"),
+        (["Hello"], "must be a map, not a string"),
+        ({"role": "user"}, "messages must be a list"),
+        ([{"role": "user", "content": "\ud800"}], "messages cannot be read"),
+    ],
+)
+def test_an_incomplete_message_is_a_clear_error(messages, match):
+    with pytest.raises(InvalidRequestError, match=match) as caught:
+        with_template(kit.CHAT_TEMPLATE).apply_chat_template(messages)
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_template_says_so():
+    with pytest.raises(InvalidRequestError, match="has no chat template; give a prompt"):
+        Tokenizer(BYTE_JSON).apply_chat_template(HELLO)
+
+
+def test_a_template_may_refuse_with_its_own_words():
+    tokenizer = with_template("{{ raise_exception('only cats may speak') }}")
+    with pytest.raises(InvalidRequestError, match="only cats may speak"):
+        tokenizer.apply_chat_template(HELLO)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | tojson(indent=1000000000000000000) }}",
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'x' * 1000000000 }}",
+        "{% for a in range(1000000000) %}x{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}{{ ns.x }}",
+    ],
+)
+def test_i20_a_hostile_template_ends_in_an_error_within_a_second_and_64_mib(template):
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        with_template(template).apply_chat_template(HELLO)
+    assert time.monotonic() - start < 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 * 1024
