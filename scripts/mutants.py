@@ -1,9 +1,16 @@
-"""Plant each fault of `tests/mutants/*.toml` in turn and name the test that notices it.
+#!/usr/bin/env python3
+"""Apply each seeded fault in turn and see that a test notices it.
 
-Works on a copy of the sources, in `target/mutants/`. A fault is a text that occurs exactly once in
-its file and what to put in its place; `test` narrows what is run. Exit status 1 if a fault survives
-the tests, does not apply (its text has moved), or does not compile.
+The faults stand in `tests/mutants/*.toml`. Each is applied to a copy of the tree, the suite runs
+stage by stage, and the tests that failed are printed. A fault that survives, or whose text is not
+found exactly once, is an error (exit code 1).
+
+    scripts/mutants.py                  all faults
+    scripts/mutants.py salt-left-out    only these
+    scripts/mutants.py --check          only whether each text is found exactly once
 """
+
+from __future__ import annotations
 
 import argparse
 import os
@@ -12,140 +19,229 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "target" / "mutants"
-COPIED = ("Cargo.toml", "Cargo.lock", "rust", "tests/golden")
-# A fault may make a test loop for ever; that is noticed, too.
-TIMEOUT_S = 300
-FAILED_TEST = re.compile(r"^test (\S+)(?: - should panic)? \.\.\. FAILED$", re.MULTILINE)
+MUTANTS = ROOT / "tests" / "mutants"
+# Faults that every release must notice; each is seeded here or has a reason why it cannot be.
+NUM_FAULTS = 24
+# What is copied: everything that the Rust build needs.
+SOURCES = ("Cargo.toml", "Cargo.lock", "rust", "benches", "tests/golden")
+STAGE_TIMEOUT_S = 900
+# Fast and telling stages first; the rest is there for what they miss.
+STAGES = (
+    "-p cbrs-core --test behaviour -- --skip model_based:: --skip exhaustive::",
+    "-p cbrs-core --test behaviour -- model_based::",
+    "-p cbrs-core --test behaviour -- exhaustive::",
+    "-p cbrs-core --lib",
+)
+RANDOM_OPS = "200000"
 
 
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """How the faults of one file are looked for."""
-
-    test: str
-    """Arguments of `cargo test` for a fault that names none."""
-    variables: dict[str, str] = field(default_factory=dict)
-
-
-# By the name of the file of faults; others are like `core`.
-SUITES = {
-    "core": Suite("-p cbrs-core --lib --tests"),
-    "loom": Suite("-p cbrs-core --test loom", {"RUSTFLAGS": "--cfg loom"}),
-}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mutant:
-    """One fault to plant."""
+    """One seeded fault: `find` occurs once in `file` and is replaced."""
 
     id: str
     what: str
-    """What goes wrong, in words."""
     file: str
     find: str
     replace: str
-    test: str | None = None
-    """Arguments of `cargo test`, if not those of the whole suite."""
+    stages: tuple[str, ...]
+
+    def change(self, text: str) -> str:
+        """Put the fault into the text of its file.
+
+        Raises:
+            ValueError: `find` does not occur exactly once.
+        """
+        found = text.count(self.find)
+        if found != 1:
+            raise ValueError(f"{self.id}: its text occurs {found} times in {self.file}, not once")
+        return text.replace(self.find, self.replace)
 
 
-def load_mutants(words: list[str]) -> list[tuple[str, Mutant]]:
-    """Reads all lists, as (suite, fault); `words` keep the faults whose id contains one."""
-    found = []
-    for path in sorted((ROOT / "tests" / "mutants").glob("*.toml")):
-        suite = path.stem if path.stem in SUITES else "core"
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
-        found += [(suite, Mutant(**entry)) for entry in entries]
-    return [item for item in found if not words or any(word in item[1].id for word in words)]
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: the tests that noticed it, if any did."""
+
+    mutant: Mutant
+    killed_by: list[str]
+    seconds: float
+
+
+def load() -> tuple[list[Mutant], list[str]]:
+    """Read all faults, and a line for each that does not apply."""
+    mutants, not_applicable, faults = [], [], set()
+    for path in sorted(MUTANTS.glob("*.toml")):
+        document = tomllib.loads(path.read_text())
+        for entry in document.get("mutant", []):
+            stages = (entry["test"],) if "test" in entry else STAGES
+            texts = (entry[key] for key in ("id", "what", "file", "find", "replace"))
+            mutants.append(Mutant(*texts, stages=stages))
+            faults.add(entry.get("fault"))
+        for entry in document.get("not_applicable", []):
+            not_applicable.append(f"fault {entry['fault']}: {entry['what']}: {entry['reason']}")
+            faults.add(entry["fault"])
+    missing = sorted(set(range(1, NUM_FAULTS + 1)) - faults)
+    if missing:
+        raise ValueError(f"faults {missing} are neither seeded nor said not to apply")
+    return mutants, not_applicable
 
 
 def copy_sources(tree: Path) -> None:
-    """Makes a copy of what the tests need, with new times: an older build must not look current."""
-    shutil.rmtree(tree, ignore_errors=True)
-    for name in COPIED:
-        source = ROOT / name
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+    """Copy what the build needs."""
+    for name in SOURCES:
+        source, target = ROOT / name, tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, tree / name, copy_function=shutil.copy)
-        else:
-            shutil.copy(source, tree / name)
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("target"))
+        elif source.exists():
+            shutil.copy2(source, target)
 
 
-def run_tests(suite: str, test: str, tree: Path) -> tuple[str, str]:
-    """Runs tests over the copy; returns a verdict and what supports it."""
-    env = {
-        **os.environ,
-        "CBRS_RANDOM_OPS": os.environ.get("CBRS_RANDOM_OPS", "100000"),
-        **SUITES[suite].variables,
-        "CARGO_TARGET_DIR": str(WORK / f"build-{suite}"),
-    }
-    # Options of cargo come first; what follows `--` goes to the tests.
-    before, _, after = test.partition(" -- ")
-    command = ["cargo", "test", "--locked", "--profile", "checked", *shlex.split(before)]
-    built = subprocess.run(
-        [*command, "--no-run"], cwd=tree, env=env, capture_output=True, text=True
-    )
-    if built.returncode != 0:
-        return "does not compile", built.stderr[-2000:]
+def run_stage(tree: Path, stage: str) -> tuple[bool, str]:
+    """Run one `cargo test`; return whether it passed and what it printed."""
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target" / "mutants"))
+    environment = dict(os.environ, CBRS_RANDOM_OPS=RANDOM_OPS, RUST_BACKTRACE="0")
+    if "--test loom" in stage:
+        profile = "--release"
+        environment["RUSTFLAGS"] = "--cfg loom"
+        environment["CARGO_PROFILE_RELEASE_LTO"] = "off"
+        environment["CARGO_PROFILE_RELEASE_CODEGEN_UNITS"] = "16"
+        target = target / "loom"
+    else:
+        profile = "--profile=checked"
+        # Each fault is compiled once and run for seconds.
+        environment["CARGO_PROFILE_CHECKED_OPT_LEVEL"] = "1"
+        environment["CARGO_PROFILE_CHECKED_INCREMENTAL"] = "true"
+    environment["CARGO_TARGET_DIR"] = str(target)
+    command = ["cargo", "test", "--locked", "--no-fail-fast", profile, *shlex.split(stage)]
     try:
-        # --no-fail-fast names every test that notices, not only those of the first binary.
-        result = subprocess.run(
-            [*command, "--no-fail-fast", "--", *shlex.split(after)],
+        done = subprocess.run(
+            command,
             cwd=tree,
-            env=env,
-            capture_output=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=STAGE_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return "killed", f"a test that did not end within {TIMEOUT_S} s"
-    if result.returncode == 0:
-        return "survived", ""
-    names = sorted(set(FAILED_TEST.findall(result.stdout)))
-    return "killed", ", ".join(names) or "an abort of the test process"
+        return False, f"test no end within {STAGE_TIMEOUT_S} s ... FAILED"
+    return done.returncode == 0, done.stdout
 
 
-def try_mutant(suite: str, mutant: Mutant, tree: Path) -> tuple[str, str]:
-    """Plants one fault, runs its tests, and takes the fault out again."""
+def killers(output: str) -> list[str]:
+    """Names of the tests that failed.
+
+    Raises:
+        ValueError: none did; the fault does not compile.
+    """
+    names = re.findall(r"^test (.+?) \.\.\. FAILED$", output, re.MULTILINE)
+    if not names and re.search(r"^error", output, re.MULTILINE) and "could not compile" in output:
+        raise ValueError("the fault does not compile:\n" + output[-3000:])
+    return names or ["the test process died"]
+
+
+def try_mutant(tree: Path, mutant: Mutant) -> Outcome:
+    """Apply a fault, run its stages until one fails, and take it back."""
     path = tree / mutant.file
-    original = path.read_text(encoding="utf-8")
-    count = original.count(mutant.find)
-    if count != 1:
-        return "does not apply", f"its text occurs {count} times in {mutant.file}, expected 1"
-    path.write_text(original.replace(mutant.find, mutant.replace), encoding="utf-8")
+    original = path.read_text()
+    start = time.monotonic()
+    killed_by: list[str] = []
     try:
-        return run_tests(suite, mutant.test or SUITES[suite].test, tree)
+        path.write_text(mutant.change(original))
+        for stage in mutant.stages:
+            passed, output = run_stage(tree, stage)
+            if not passed:
+                killed_by = killers(output)
+                break
     finally:
-        path.write_text(original, encoding="utf-8")
+        path.write_text(original)
+    return Outcome(mutant, killed_by, time.monotonic() - start)
+
+
+def describe(outcome: Outcome) -> str:
+    """One line for an outcome."""
+    if not outcome.killed_by:
+        return f"SURVIVED  {outcome.mutant.id}: {outcome.mutant.what}"
+    others = len(outcome.killed_by) - 1
+    more = f" and {others} more" if others else ""
+    return (
+        f"killed    {outcome.mutant.id}: by {outcome.killed_by[0]}{more} ({outcome.seconds:.0f} s)"
+    )
+
+
+def check(mutants: list[Mutant]) -> list[str]:
+    """Say which faults cannot be applied to the tree as it is."""
+    problems = []
+    for mutant in mutants:
+        try:
+            mutant.change((ROOT / mutant.file).read_text())
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def run(mutants: list[Mutant]) -> list[Outcome]:
+    """Try every mutant in a copy of the tree, which must be green without any.
+
+    Raises:
+        ValueError: it is not.
+    """
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="cbrs-mutants-") as folder:
+        tree = Path(folder)
+        copy_sources(tree)
+        for stage in dict.fromkeys(stage for mutant in mutants for stage in mutant.stages):
+            if "--test loom" not in stage:
+                passed, output = run_stage(tree, stage)
+                if not passed:
+                    raise ValueError(
+                        f"without any fault, `cargo test {stage}` fails:\n{output[-3000:]}"
+                    )
+        for number, mutant in enumerate(mutants, 1):
+            outcomes.append(try_mutant(tree, mutant))
+            print(f"[{number}/{len(mutants)}] {describe(outcomes[-1])}", flush=True)
+    return outcomes
 
 
 def main() -> int:
-    """Runs all or the named faults and prints two lines each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", help="only the faults whose id contains a word")
-    mutants = load_mutants(parser.parse_args().words)
-    tree = WORK / "tree"
-    copy_sources(tree)
-    for suite in sorted({suite for suite, _ in mutants}):
-        verdict, detail = run_tests(suite, SUITES[suite].test, tree)
-        if verdict != "survived":
-            print(f"the suite {suite} fails without any fault: {detail}", file=sys.stderr)
-            return 1
-    num_unnoticed = 0
-    for suite, mutant in mutants:
-        started = time.monotonic()
-        verdict, detail = try_mutant(suite, mutant, tree)
-        num_unnoticed += verdict != "killed"
-        print(f"{verdict:<9} {mutant.id}: {mutant.what}")
-        print(f"{'':<9} {detail} [{time.monotonic() - started:.0f} s]", flush=True)
-    print(f"{len(mutants) - num_unnoticed} of {len(mutants)} faults noticed")
-    return 1 if num_unnoticed else 0
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ids", nargs="*", help="ids of the faults to try (default: all)")
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether each fault can be applied"
+    )
+    arguments = parser.parse_args()
+    try:
+        mutants, not_applicable = load()
+        unknown = set(arguments.ids) - {mutant.id for mutant in mutants}
+        if unknown:
+            raise ValueError(f"no such fault: {', '.join(sorted(unknown))}")
+        problems = check(mutants)
+        if problems:
+            raise ValueError("\n".join(problems))
+        if arguments.check:
+            return 0
+        wanted = [mutant for mutant in mutants if not arguments.ids or mutant.id in arguments.ids]
+        start = time.monotonic()
+        outcomes = run(wanted)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    survivors = [outcome for outcome in outcomes if not outcome.killed_by]
+    print("\n" + "\n".join(f"not applicable  {line}" for line in not_applicable))
+    print("\n".join(describe(outcome) for outcome in survivors))
+    killed = len(outcomes) - len(survivors)
+    print(f"{killed} of {len(outcomes)} faults were noticed, in {time.monotonic() - start:.0f} s")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":

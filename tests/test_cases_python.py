@@ -482,7 +482,7 @@ def test_g14_a_request_is_the_same_whoever_its_neighbours_are(make_llm, tiny, op
     assert token_ids(together) == [token_ids(alone)[i] for i in order]
 
 
-def test_j01_the_seed_of_a_request_holds_across_engines(make_llm, tiny):
+def test_g02_a_seed_gives_the_same_tokens_on_another_engine(make_llm, tiny):
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=20)
     first, second = (token_ids(make_llm(tiny).generate([[1, 2]], params)) for _ in range(2))
     assert first == second

@@ -76,6 +76,13 @@ def test_one_prompt_prints_its_text_alone(generate):
     assert "[1]" not in one
 
 
+@pytest.mark.parametrize(("max_model_len", "expected"), [(4096, 256), (32, 31)])
+def test_without_max_tokens_the_output_is_bounded(capsys, max_model_len, expected):
+    arguments = ["--prompt", "a", "--json", "--max-model-len", str(max_model_len)]
+    assert main(["generate", "null", *arguments]) == 0
+    assert len(json_lines(capsys.readouterr().out)[0]["token_ids"]) == expected
+
+
 def test_several_prompts_print_which_text_is_whose(generate):
     _, out = generate("--prompt", "Hello", "--prompt", "World")
     assert re.match(r"\[1\] Hello\n.*\n\[2\] World\n", out)

@@ -86,14 +86,34 @@ def test_each_prompt_may_have_its_own_parameters(llm):
 
 
 def test_a_refused_prompt_is_named_and_stops_the_whole_call(llm):
-    with pytest.raises(InvalidRequestError, match=r"prompts\[2\].*empty"):
+    with pytest.raises(InvalidRequestError, match=r"prompts\[2\].*empty") as caught:
         llm.generate([[1, 2], [3, 4], [], [5]], SamplingParams(max_tokens=100))
+    assert caught.value.param == "prompt"
     with pytest.raises(PromptTooLongError, match=r"prompts\[1\].*512"):
         llm.generate([[1], [1] * 512], GREEDY)
     with pytest.raises(InvalidRequestError, match=r"prompts\[0\].*300"):
         llm.generate([[300]], GREEDY)
     assert llm.stats()["num_running"] == 0
     assert llm.generate("next", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_failed_step_comes_back_as_an_error_of_its_requests(monkeypatch, llm):
+    (expected,) = llm.generate("fine", GREEDY)
+    forward = type(llm.engine._runner).forward
+
+    def fail_on_long_prompts(runner, batch):
+        if batch.max_query_len > 100:
+            raise MemoryError("no room for 101 tokens")
+        return forward(runner, batch)
+
+    monkeypatch.setattr(type(llm.engine._runner), "forward", fail_on_long_prompts)
+    (failed,) = llm.generate([list(range(101))], GREEDY)
+    assert failed.finished
+    assert failed.outputs[0].finish_reason == "error"
+    assert failed.outputs[0].token_ids == []
+    assert failed.error == "MemoryError: no room for 101 tokens"
+    assert failed.metrics.time_to_first_token_s is None
+    assert token_ids(llm.generate("fine", GREEDY)) == token_ids([expected])
 
 
 @pytest.mark.parametrize("prompts", [None, 5, {"prompt": "x"}, b"bytes", [None], [["a"]], [1, "a"]])
@@ -120,6 +140,12 @@ def test_chat_renders_the_template_without_a_second_start_token(llm):
     assert token_ids(several[:1]) == token_ids([output])
     with pytest.raises(InvalidRequestError, match=r"messages\[1\]"):
         llm.chat([conversation, [{"role": "user"}]], GREEDY)
+
+
+@pytest.mark.parametrize("messages", ["Hi", ["Hi"], {"role": "user"}, [[5]], [[{}], "Hi"]])
+def test_messages_of_another_type_are_a_type_error(llm, messages):
+    with pytest.raises(TypeError, match="messages must be a list"):
+        llm.chat(messages, GREEDY)
 
 
 def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
@@ -234,10 +260,10 @@ def test_no_thread_or_descriptor_is_left_behind(tiny):
     with LLM(tiny, num_threads=2, max_model_len=64) as llm:
         llm.generate("warm up", GREEDY)
     before = num_threads_and_descriptors()
-    for _ in range(20):
+    for _ in range(8):
         with LLM(tiny, num_threads=2, max_model_len=64) as llm:
             llm.generate("a", GREEDY)
-    for _ in range(20):
+    for _ in range(8):
         llm = LLM(tiny, num_threads=2, max_model_len=64)
         llm.generate("a", GREEDY)
         del llm  # without close

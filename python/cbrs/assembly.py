@@ -31,6 +31,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         ValueError: a setting that this model or machine cannot have.
     """
     started = time.monotonic()
+    logger.info("loading %s", config.model)
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, num_threads=config.num_threads
     )

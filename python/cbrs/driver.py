@@ -17,7 +17,7 @@ from cbrs.errors import (
     EngineDeadError,
     InvalidRequestError,
     OverloadedError,
-    is_panic,
+    is_failure,
     placed,
 )
 from cbrs.interrupts import append_results
@@ -188,7 +188,7 @@ class Driver:
             batch = self._engine.step()
         except BaseException as error:
             # A failed model run stays inside `step`: what arrives here is the loop itself.
-            if isinstance(error, Exception) or is_panic(error):
+            if is_failure(error):
                 self._death = error
                 self._check_usable()
             raise

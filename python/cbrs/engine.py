@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbrs._core import StepResult
-from cbrs.errors import StepError, is_panic
+from cbrs.errors import StepError, is_failure
 from cbrs.interrupts import append_results
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ class Engine:
                 self._result = StepResult(batch.step_id, token_ids, row_error=row_error)
             except BaseException as error:
                 self._fail(batch, error)
-                if not isinstance(error, Exception) and not is_panic(error):
+                if not is_failure(error):
                     raise
+                logger.error("step %d failed: %s", batch.step_id, error, exc_info=error)
         return batch
 
     def close(self) -> None:
@@ -81,6 +82,7 @@ class Engine:
         except StepError as error:
             if not self._batches:
                 raise
+            logger.error("the result does not fit its batch: %s", error)
             self._fail(self._batches[-1], error)
             append_results(self._batches, [self.scheduler.step])
         self._result = None
@@ -96,7 +98,6 @@ class Engine:
         return None if answered else batch
 
     def _fail(self, batch: Batch, error: BaseException) -> None:
-        logger.error("step %d failed: %s", batch.step_id, error, exc_info=error)
         # The core may have been told already, if an interrupt came right after that.
         with suppress(StepError):
             self.scheduler.fail(batch.step_id, f"{type(error).__name__}: {error}")

@@ -33,9 +33,9 @@ __all__ = [
 Refusal = TypeVar("Refusal", bound=Exception)
 
 
-def is_panic(error: BaseException) -> bool:
-    """Tells whether `error` is a panic of the native code: a broken invariant, hence a bug."""
-    return type(error).__module__ == "pyo3_runtime"
+def is_failure(error: BaseException) -> bool:
+    """Tells failures, panics of the native code included, from demands to stop such as a Ctrl-C."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def placed(error: Refusal, place: str) -> Refusal:

@@ -238,9 +238,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     items: list[Any] = list(messages)
-    if items and isinstance(items[0], Mapping):
-        return [items]
-    return items
+    conversations = [items] if items and isinstance(items[0], Mapping) else items
+    for conversation in conversations:
+        if not all(isinstance(message, Mapping) for message in conversation):
+            raise TypeError(
+                "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
+            )
+    return conversations
 
 
 def _params_for(

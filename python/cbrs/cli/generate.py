@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cbrs")
 
 _EXAMPLE = "cbrs generate smollm2-135m-instruct --prompt 'The capital of France is' --max-tokens 8"
+# Without a bound, a model that does not end by itself would run until its context is full.
+_DEFAULT_MAX_TOKENS = 256
 _INT_OPTIONS = {
     "num_threads": "CPU threads",
     "num_blocks": "KV blocks in the pool",
@@ -58,7 +60,11 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     default = SamplingParams()
     for name, kind, meaning in (
-        ("max_tokens", int, "output tokens at most (default: what fits)"),
+        (
+            "max_tokens",
+            int,
+            f"output tokens at most (default: {_DEFAULT_MAX_TOKENS}, or what fits)",
+        ),
         ("temperature", float, f"0 is greedy (default: {default.temperature})"),
         ("top_k", int, "keep only the N most likely tokens (default: all)"),
         ("top_p", float, f"keep tokens that together have this probability ({default.top_p})"),
@@ -103,10 +109,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from cbrs.llm import LLM
 
     with LLM(**_given(arguments, EngineConfig, but="seed")) as llm:
-        prompts = [_to_prompt(item, llm) for item in items]
+        prompts = [_to_token_ids(item, llm) for item in items]
+        params = [
+            _bounded(replace(base, **item.sampling), llm.config.max_model_len - len(prompt))
+            for item, prompt in zip(items, prompts, strict=True)
+        ]
         started = time.monotonic()
         try:
-            outputs = llm.generate(prompts, [replace(base, **item.sampling) for item in items])
+            outputs = llm.generate(prompts, params)
         except TypeError as error:  # a line of the file gave a parameter a value of another type
             raise InputError(str(error)) from error
         _log_totals(outputs, time.monotonic() - started)
@@ -127,12 +137,18 @@ def _given(arguments: argparse.Namespace, cls: type[Any], but: str = "") -> dict
     return {name: value for name, value in values.items() if value is not None and name != but}
 
 
-def _to_prompt(item: PromptItem, llm: LLM) -> str | list[int]:
+def _to_token_ids(item: PromptItem, llm: LLM) -> list[int]:
     if isinstance(item.content, str):
-        return item.content
+        return llm.tokenizer.encode(item.content)
     text = llm.tokenizer.apply_chat_template(item.content)
-    token_ids: list[int] = llm.tokenizer.encode(text, add_special_tokens=False)
-    return token_ids
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _bounded(params: SamplingParams, room: int) -> SamplingParams:
+    """Gives a request without `max_tokens` the default; a prompt that leaves no room is refused."""
+    if params.max_tokens is not None or room < 1:
+        return params
+    return replace(params, max_tokens=min(_DEFAULT_MAX_TOKENS, room))
 
 
 def _log_totals(outputs: list[RequestOutput], elapsed_s: float) -> None:

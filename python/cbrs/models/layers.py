@@ -5,7 +5,9 @@ the layers are called with the tokens of a whole batch, `[num_tokens, width]`.
 """
 
 import importlib
+import platform
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -147,11 +149,15 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return out
 
 
+@cache
 def native_bfloat16() -> bool:
     """Say whether this CPU multiplies bfloat16 in hardware."""
-    # Through the module's name because torch gives this function no type.
-    capabilities: dict[str, Any] = importlib.import_module("torch.cpu").get_capabilities()
-    return any(capabilities.get(name) is True for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    if platform.machine() == "aarch64":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # On x86 that operator is also true for CPUs that only emulate bfloat16. Through the module's
+    # name, because torch gives these functions no types.
+    cpu: Any = importlib.import_module("torch.cpu")
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
 def _join(parts: list[Tensor]) -> Tensor:

@@ -145,8 +145,7 @@ def restrict(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> No
     if len(limited) > 0:
         counts = top_k[limited]
         part = weights[limited]
-        best = part.topk(int(counts.max()), dim=-1).values
-        weights[limited] = _keep(part, best, counts)
+        weights[limited] = _keep(part, _largest(part, int(counts.max())), counts)
     nucleus = torch.nonzero(top_p < 1.0).squeeze(1)
     if len(nucleus) > 0:
         weights[nucleus] = _nucleus(weights[nucleus], top_p[nucleus])
@@ -158,21 +157,35 @@ def restrict(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> No
 def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
     """Keep the fewest largest weights of each row whose sum reaches top_p of the row's total."""
     target = top_p * weights.cumsum(dim=-1)[:, -1]
-    count = min(_FIRST_SORT, weights.shape[1])
-    best = weights.topk(count, dim=-1).values
+    best = _largest(weights, min(_FIRST_SORT, weights.shape[1]))
     reached = best.cumsum(dim=-1)
-    if bool((reached[:, -1] < target).any()) and count < weights.shape[1]:
-        best = weights.sort(dim=-1, descending=True).values
+    if bool((reached[:, -1] < target).any()) and best.shape[1] < weights.shape[1]:
+        best = _largest(weights, weights.shape[1])
         reached = best.cumsum(dim=-1)
     before = torch.searchsorted(reached, target.unsqueeze(1), right=False).squeeze(1)
     counts = (before + 1).clamp(max=best.shape[1])
     return _keep(weights, best, counts)
 
 
+def _largest(weights: Tensor, count: int) -> Tensor:
+    """Return the `count` largest values of each row, largest first."""
+    if weights.device.type != "cpu":
+        return weights.topk(count, dim=-1).values
+    # numpy partitions and sorts with vector instructions, more than ten times as fast as torch.
+    values = weights.numpy()
+    first = values.shape[1] - count
+    if first > 0:
+        values = np.partition(values, first, axis=-1)[:, first:]
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
+
+
 def _keep(weights: Tensor, best: Tensor, counts: Tensor) -> Tensor:
     """Keep the `counts` largest weights of each row; `best` is sorted, largest first."""
     smallest = best.gather(1, (counts - 1).unsqueeze(1))
-    above = weights > smallest
-    equal = weights == smallest
-    room = counts.unsqueeze(1) - above.sum(dim=-1, keepdim=True)
-    return weights * (above | (equal & (equal.cumsum(dim=-1) <= room)))
+    kept = weights >= smallest
+    if bool((kept.sum(dim=-1) > counts).any()):
+        # Equal weights at the limit: the lower ids fill the room that the larger ones leave.
+        above = weights > smallest
+        room = counts.unsqueeze(1) - above.sum(dim=-1, keepdim=True)
+        kept = above | ((weights == smallest).cumsum(dim=-1).le(room) & kept)
+    return weights.masked_fill(~kept, 0.0)

@@ -123,6 +123,7 @@ impl IncrementalDetokenizer {
 impl IncrementalDetokenizer {
     #[new]
     #[pyo3(signature = (tokenizer, *, stop=Vec::new(), skip_special_tokens=true, prompt_token_ids=None))]
+    #[allow(clippy::needless_pass_by_value)] // what Python's list is read into
     fn new(
         tokenizer: &Bound<'_, Tokenizer>,
         stop: Vec<String>,

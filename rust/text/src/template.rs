@@ -4,15 +4,14 @@
 //! 2. Work, memory, output, time and depth are bounded; a template that exceeds a bound ends in an error.
 //! 3. Variables that a request brings can add names, never replace those of the engine.
 //!
-//! A rendering runs on a thread of its own: its stack is deep enough for any nesting of values that the bound on work
-//! allows, and the caller can stop waiting for it.
+//! A template that can nest values without end is rendered on a thread of its own: its stack is deep enough for any
+//! nesting that the bound on work allows, and the caller can stop waiting for it.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Write};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use minijinja::syntax::SyntaxConfig;
@@ -135,13 +134,13 @@ impl ChatTemplate {
     /// # Errors
     /// `ChatTemplate` if the source is malformed or too long.
     pub fn new(source: &str, bos_token: Option<&str>, eos_token: Option<&str>, limits: TemplateLimits) -> Result<Self> {
-        template_source::check(source)?;
+        let is_flat = template_source::check(source)?;
         let mut environment = environment(limits);
         environment.add_template_owned(NAME, source.to_owned()).map_err(|error| explain(&error))?;
         let tokens = [("bos_token", bos_token), ("eos_token", eos_token)];
         let special_tokens = tokens.into_iter().filter_map(|(name, token)| Some((name, token?.to_owned()))).collect();
-        let is_overdue = AtomicBool::new(false);
-        Ok(Self { compiled: Arc::new(Compiled { environment, special_tokens, limits, is_overdue }) })
+        let overdue = Mutex::default();
+        Ok(Self { compiled: Arc::new(Compiled { environment, special_tokens, limits, is_flat, overdue }) })
     }
 
     /// Renders the prompt of a conversation.
@@ -150,23 +149,32 @@ impl ChatTemplate {
     /// `ChatTemplate` if a message lacks its role or content, if the template refuses the messages, or at a bound.
     pub fn render(&self, request: &ChatRequest) -> Result<String> {
         request.validate(&self.compiled.environment)?;
+        let context = self.compiled.context(request);
+        if self.compiled.is_flat { self.compiled.render(context) } else { self.render_apart(context) }
+    }
+
+    /// Renders on a thread of its own and waits for it.
+    fn render_apart(&self, context: Value) -> Result<String> {
         let too_long = || refused(format!("takes more than {} ms", self.compiled.limits.max_time.as_millis()));
-        if self.compiled.is_overdue.load(Ordering::Acquire) {
+        let overdue = || self.compiled.overdue.lock().unwrap_or_else(PoisonError::into_inner);
+        if overdue().strong_count() > 0 {
             return Err(too_long());
         }
+        let running = Arc::new(());
+        let is_running = Arc::downgrade(&running);
         let (sender, receiver) = sync_channel(1);
-        let (compiled, context) = (Arc::clone(&self.compiled), self.compiled.context(request));
+        let compiled = Arc::clone(&self.compiled);
         let thread = std::thread::Builder::new().name("cbrs-template".to_owned()).stack_size(STACK_BYTES);
         let spawned = thread.spawn(move || {
             // Nobody may be waiting any more.
             let _ = sender.send(compiled.render(context));
-            compiled.is_overdue.store(false, Ordering::Release);
+            drop(running);
         });
         spawned.map_err(|error| refused(format!("cannot be rendered: {error}")))?;
         match receiver.recv_timeout(self.compiled.limits.max_time * 4) {
             Ok(rendered) => rendered,
             Err(RecvTimeoutError::Timeout) => {
-                self.compiled.is_overdue.store(true, Ordering::Release);
+                *overdue() = is_running;
                 Err(too_long())
             }
             Err(RecvTimeoutError::Disconnected) => Err(refused("broke the template engine".to_owned())),
@@ -178,8 +186,10 @@ struct Compiled {
     environment: Environment<'static>,
     special_tokens: BTreeMap<&'static str, String>,
     limits: TemplateLimits,
-    /// A rendering that nobody waits for any more is still running: no other one is begun beside it.
-    is_overdue: AtomicBool,
+    /// Nothing that it makes is deeply nested.
+    is_flat: bool,
+    /// Alive while a rendering that nobody waits for any more is running: no other one is begun beside it.
+    overdue: Mutex<Weak<()>>,
 }
 
 impl Compiled {

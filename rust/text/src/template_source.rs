@@ -11,12 +11,18 @@ pub(crate) const MAX_SOURCE_BYTES: usize = 128 << 10;
 const MAX_TAG_TOKENS: usize = 400;
 /// `elif` tags: a chain of them nests.
 const MAX_ELIF_TAGS: usize = 400;
+/// Tokens of a template that is flat: each level of a value needs one at least.
+const MAX_FLAT_TOKENS: usize = 1_500;
 
 /// Checks the size of `source` and of its tags. What is no valid template may pass; the compiler refuses it.
-pub(crate) fn check(source: &str) -> Result<()> {
+///
+/// Returns whether the template is flat: nothing that it makes can be nested deeper than it has tokens, because variables
+/// of a loop do not outlive an iteration and the depth of calls is bounded. Only a namespace can carry a value onwards.
+pub(crate) fn check(source: &str) -> Result<bool> {
     limit("bytes of source", source.len(), MAX_SOURCE_BYTES)?;
     let mut rest = source;
     let mut num_elif = 0;
+    let mut num_tokens = 0;
     while let Some(start) = rest.find('{') {
         rest = &rest[start + 1..];
         let (tag, after) = match rest.as_bytes().first() {
@@ -29,9 +35,11 @@ pub(crate) fn check(source: &str) -> Result<()> {
         if let Some(tag) = tag {
             limit("tokens in one tag", tag.num_tokens, MAX_TAG_TOKENS)?;
             num_elif += usize::from(tag.is_elif);
+            num_tokens += tag.num_tokens;
         }
     }
-    limit("elif tags", num_elif, MAX_ELIF_TAGS)
+    limit("elif tags", num_elif, MAX_ELIF_TAGS)?;
+    Ok(num_tokens <= MAX_FLAT_TOKENS && !source.contains("namespace"))
 }
 
 fn limit(what: &str, got: usize, limit: usize) -> Result<()> {
@@ -119,5 +127,12 @@ mod tests {
         check(&format!("{{% set names = {{{}}} %}}", "'en': 'English', ".repeat(2_000))).unwrap();
         check(&"{{ a + b }}{% elif a %}".repeat(400)).unwrap();
         check("{# {{ #} { {").unwrap();
+    }
+
+    #[test]
+    fn a_template_is_flat_without_namespaces_and_with_few_tokens() {
+        assert!(check("{% for m in messages %}{{ m.role + '\n' }}{% endfor %}").unwrap());
+        assert!(!check("{% set ns = namespace(x=1) %}").unwrap());
+        assert!(!check(&"{%set x=[x]%}".repeat(300)).unwrap());
     }
 }

@@ -277,6 +277,25 @@ fn dropping_a_processor_without_closing_it_ends_its_thread() {
 }
 
 #[test]
+fn e07_a_step_that_fails_when_nobody_listens_leaves_the_engine_running() {
+    let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+    let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
+    scheduler.set_output_sink(Some(processor.sink()));
+    processor.submit(RequestSpec::new(vec![1, 2, 3]), &StopStrings::default(), 0, 0).unwrap();
+    scheduler.step(None, 1).unwrap();
+    drop(processor);
+    scheduler.fail(scheduler.batch().step_id, "the model fell over").unwrap();
+    let next = scheduler.submitter().submit(RequestSpec { max_tokens: Some(1), ..RequestSpec::new(vec![4]) }).unwrap();
+    scheduler.step(None, 2).unwrap();
+    scheduler.step(Some(&StepResult { token_ids: &[7], ..StepResult::default() }), 3).unwrap();
+    assert_eq!(
+        (scheduler.output().request_ids.last(), scheduler.output().token_ids.last()),
+        (Some(&next.as_u64()), Some(&7))
+    );
+    scheduler.check_invariants();
+}
+
+#[test]
 fn stop_strings_without_a_tokenizer_are_refused() {
     let scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();

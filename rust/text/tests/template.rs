@@ -141,6 +141,22 @@ fn deeply_nested_values_do_not_overflow_the_stack() {
 }
 
 #[test]
+fn nobody_waits_for_a_slow_template_and_no_second_rendering_joins_it() {
+    let source = "{% set ns = namespace(x=0) %}{% for i in range(1000 if messages[0].content == 'slow' else 0) %}\
+                  {% for j in range(1000) %}{% set ns.x = j %}{% endfor %}{% endfor %}done";
+    let limits = TemplateLimits { fuel: 1 << 40, max_time: Duration::from_millis(10), ..TemplateLimits::default() };
+    let template = ChatTemplate::new(source, None, None, limits).unwrap();
+    let render = |content: &str| template.render(&request(&json!([{"role": "user", "content": content}])));
+    let start = Instant::now();
+    assert!(render("slow").unwrap_err().to_string().contains("takes more than 10 ms"));
+    assert!(render("fast").unwrap_err().to_string().contains("takes more than 10 ms"), "the slow one still runs");
+    while render("fast").ok().as_deref() != Some("done") {
+        assert!(start.elapsed() < Duration::from_secs(20), "the slow rendering never ended");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
 fn a_message_without_role_or_content_is_a_clear_error() {
     let template = template("{{ messages[0].content }}");
     let render = |message: Value| template.render(&request(&json!([message]))).map_err(|error| error.to_string());

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
-use cbrs_core::{Error, RequestId, Scheduler, SchedulerConfig, StepResult, Submitter};
+use cbrs_core::{Error, RequestId, Scheduler, SchedulerConfig, Stats, StepResult, Submitter};
 
 use crate::ops::{Mistake, Op, random_config, random_op, request};
 use crate::oracle::{Oracle, digest};
@@ -18,6 +18,10 @@ pub(crate) struct Episode {
     pub(crate) ops: Vec<Op>,
     /// Digest of all steps, or what went wrong.
     pub(crate) outcome: Result<u64, String>,
+    /// What has been counted until the end.
+    pub(crate) stats: Stats,
+    /// Waiting requests that a later one was admitted before, because they waited for a block in flight.
+    pub(crate) num_passed: usize,
 }
 
 /// Draws a configuration and `num_ops` operations from the seed, runs them, drains, and replays them with other hashes.
@@ -25,6 +29,7 @@ pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
     let mut rng = Rng::new(seed);
     let config = random_config(&mut rng);
     let mut ops = Vec::with_capacity(2 * num_ops);
+    let (mut stats, mut num_passed) = (Stats::default(), 0);
     let outcome = quietly(|| {
         let mut oracle = Oracle::new(config.clone());
         let mut trace = 0;
@@ -38,11 +43,13 @@ pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
             apply(&mut oracle, &Op::Step { errors: 0 }, &mut trace);
             assert!(ops.len() < 100 * (num_ops + 100), "{} requests never end", oracle.model().live.len());
         }
+        stats = oracle.scheduler().submitter().stats();
+        num_passed = oracle.model().requests.iter().filter(|request| request.overtaken > 0).count();
         rest(&mut oracle, rng.one_in(4));
         check_trace(&config, &ops, trace);
         trace
     });
-    Episode { config, ops, outcome }
+    Episode { config, ops, outcome, stats, num_passed }
 }
 
 /// Runs a list of operations with the oracle, drains, and replays it with other hashes.

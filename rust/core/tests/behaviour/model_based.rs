@@ -86,6 +86,27 @@ fn the_same_seed_gives_the_same_steps() {
     }
 }
 
+/// A check can only fail where its case comes up.
+#[test]
+fn random_operations_bring_up_every_case() {
+    let episodes: Vec<Episode> = (1..=100).map(|seed| random(seed, EPISODE_LEN)).collect();
+    let sum = |figure: fn(&Episode) -> u64| episodes.iter().map(figure).sum::<u64>();
+    let figures = [
+        ("stop", sum(|episode| episode.stats.num_stop_requests), 100),
+        ("length", sum(|episode| episode.stats.num_length_requests), 1000),
+        ("cancelled", sum(|episode| episode.stats.num_cancelled_requests), 100),
+        ("error", sum(|episode| episode.stats.num_error_requests), 100),
+        ("cached prompt tokens", sum(|episode| episode.stats.num_cached_prompt_tokens), 1000),
+        ("evictions", sum(|episode| episode.stats.num_evicted_blocks), 1000),
+        ("preemptions", sum(|episode| episode.stats.num_preemptions), 100),
+        ("recomputed tokens", sum(|episode| episode.stats.num_recomputed_tokens), 500),
+        ("passed while waiting for a block in flight", sum(|episode| episode.num_passed as u64), 10),
+    ];
+    for (name, count, at_least) in figures {
+        assert!(count >= at_least, "{name}: only {count} in {} episodes; {figures:?}", episodes.len());
+    }
+}
+
 /// Lists that random runs have once found to fail, so that they stay fixed.
 fn check_regression(config: &SchedulerConfig, ops: &[Op]) {
     if let Err(message) = replay(config, ops) {

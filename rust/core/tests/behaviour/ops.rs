@@ -8,7 +8,7 @@ use crate::oracle::Oracle;
 use crate::rng::Rng;
 use crate::script::Script;
 
-/// Ends the output, comes once in eight tokens.
+/// Ends the output, comes once in eight tokens of most scripts.
 const EOS: i32 = 3;
 /// Two or three ordinary tokens, and EOS.
 const VOCAB_SIZE: u32 = 4;
@@ -74,7 +74,7 @@ pub(crate) fn request(op: &Op) -> Option<(RequestSpec, Script)> {
     let prompt_token_ids = prompt.clone();
     let spec = RequestSpec { prompt_token_ids, max_tokens, stop_token_ids, ignore_eos, tenant, cache_salt, sampling };
     let vocab_size = 2 + (script % 2) as i32;
-    Some((spec, Script::Random { seed: *script, vocab_size, rare: Some(EOS) }))
+    Some((spec, Script::Random { seed: *script, vocab_size, rare: (script % 8 < 5).then_some(EOS) }))
 }
 
 /// A small configuration: the smaller, the more often everything collides.
@@ -108,12 +108,12 @@ pub(crate) fn random_op(rng: &mut Rng, oracle: &Oracle) -> Op {
     // Ends by cancel or finish are drawn from the last few requests: most others have ended.
     let recent = |rng: &mut Rng| num_requests.saturating_sub(1 + rng.below(8));
     match rng.below(100) {
-        0..=29 if num_live < 12 || rng.one_in(8) => random_submit(rng, oracle),
-        0..=84 => Op::Step { errors: if rng.one_in(16) { rng.next() & rng.next() } else { 0 } },
-        85..=88 => Op::Cancel(recent(rng)),
-        89..=92 => Op::Finish { request: recent(rng), num_tokens: rng.below(4) },
-        93..=94 => Op::Fail,
-        95 => Op::ResetPrefixCache,
+        0..=24 if num_live < 12 || rng.one_in(8) => random_submit(rng, oracle),
+        0..=89 => Op::Step { errors: if rng.one_in(32) { rng.next() & rng.next() } else { 0 } },
+        90..=92 => Op::Cancel(recent(rng)),
+        93..=95 => Op::Finish { request: recent(rng), num_tokens: rng.below(4) },
+        96 => Op::Fail,
+        97 => Op::ResetPrefixCache,
         _ => {
             let mistakes =
                 [Mistake::NoResult, Mistake::WrongStep, Mistake::TooLong, Mistake::OutOfVocabulary, Mistake::Start];
@@ -139,8 +139,8 @@ fn random_submit(rng: &mut Rng, oracle: &Oracle) -> Op {
     let max_tokens = match rng.below(40) {
         0 => Some(0),
         1 => Some(room as u64 + 1),
-        2..=9 => None,
-        10..=19 => Some(room as u64),
+        2..=12 => None,
+        13..=25 => Some(room as u64),
         _ => Some(rng.within(1, room.clamp(1, 8)) as u64),
     };
     if rng.one_in(100) {
