@@ -154,6 +154,8 @@ def test_prompts_may_be_any_integers_and_nothing_else():
         ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
         ({"tenant": ""}, "tenant"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"n": 2}, "n"),
         ({"min_tokens": 3}, "min_tokens"),
         ({"logit_bias": {1: 5.0}}, "logit_bias"),

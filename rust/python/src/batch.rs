@@ -95,12 +95,7 @@ impl Batch {
             sample_positions: Array::new(&batch.sample_positions),
             new_rows: batch.new_rows.clone(),
             freed_rows: batch.freed_rows.clone(),
-            updates: [
-                updates.rows.clone(),
-                updates.first_columns.clone(),
-                updates.start.clone(),
-                updates.ids.clone(),
-            ],
+            updates: [updates.rows.clone(), updates.first_columns.clone(), updates.start.clone(), updates.ids.clone()],
             block_tables: Lent::new(block_tables),
             max_blocks,
             temperature: Array::new(&sampling.temperature),

@@ -19,11 +19,11 @@ mod _core {
     #[pymodule_export]
     use crate::config::SchedulerConfig;
     #[pymodule_export]
+    use crate::cpu::{CpuKernels, cpu_features};
+    #[pymodule_export]
     use crate::errors::{
         CbrsError, DeadlineExceededError, EngineClosedError, EngineDeadError, ModelLoadError, OverloadedError,
     };
-    #[pymodule_export]
-    use crate::cpu::{CpuKernels, cpu_features};
     #[pymodule_export]
     use crate::loading::{GgufFile, SafetensorsCheckpoint};
     #[pymodule_export]

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use cbrs_core::{Error, OutputSink, RequestId, RequestSpec, SamplingSpec, Submitter};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
@@ -107,7 +107,9 @@ impl Scheduler {
     }
 
     fn lock(&self) -> PyResult<MutexGuard<'_, cbrs_core::Scheduler>> {
-        self.core.lock().map_err(|_| EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one"))
+        self.core
+            .lock()
+            .map_err(|_| EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one"))
     }
 
     fn begin_step(&self, py: Python<'_>) -> PyResult<Stepping<'_>> {
@@ -145,7 +147,13 @@ impl Scheduler {
         } else {
             Clock::Monotonic(Instant::now())
         };
-        Ok(Self { submitter: core.submitter(), core: Mutex::new(core), config, is_stepping: AtomicBool::new(false), clock })
+        Ok(Self {
+            submitter: core.submitter(),
+            core: Mutex::new(core),
+            config,
+            is_stepping: AtomicBool::new(false),
+            clock,
+        })
     }
 
     /// The effective configuration.
@@ -295,7 +303,7 @@ impl Scheduler {
 }
 
 fn refuse_later_parameters(later: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
-    for (key, value) in later.into_iter().flat_map(|later| later.iter()) {
+    for (key, value) in later.into_iter().flatten() {
         let key = key.cast::<PyString>()?.to_str()?.to_owned();
         match LATER_PARAMETERS.iter().find(|&&name| name == key) {
             Some(&name) if !value.is_none() => return Err(to_py(&Error::Unsupported { name })),
@@ -309,9 +317,8 @@ fn refuse_later_parameters(later: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
 /// Reads `max_tokens`; what is below 1 is refused by the core, which knows 0 as such.
 pub(crate) fn positive_max_tokens(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     let value = integer(value, "max_tokens")?;
-    u64::try_from(value).map_err(|_| {
-        to_py(&Error::InvalidParameter { name: "max_tokens", value: value as f64, expected: ">= 1" })
-    })
+    u64::try_from(value)
+        .map_err(|_| to_py(&Error::InvalidParameter { name: "max_tokens", value: value as f64, expected: ">= 1" }))
 }
 
 /// Reads the sampling parameters; the core checks them.
@@ -325,13 +332,26 @@ pub(crate) fn sampling_spec(
     let top_k = top_k.map_or(Ok(0), |top_k| integer(top_k, "top_k"))?;
     // A top_k beyond int32 keeps everything, as one beyond the vocabulary does; one below -1 stays wrong.
     let top_k = top_k.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
-    // Any 64-bit seed, signed or not.
-    let seed = seed.map(|seed| seed.extract::<u64>().or_else(|_| Ok::<_, PyErr>(integer(seed, "seed")? as u64)));
     Ok(SamplingSpec {
         temperature: temperature as f32,
         top_k,
         top_p: top_p as f32,
         min_p: min_p as f32,
-        seed: seed.transpose()?,
+        seed: seed.map(read_seed).transpose()?,
     })
+}
+
+/// Reads any 64-bit seed, signed or not.
+fn read_seed(seed: &Bound<'_, PyAny>) -> PyResult<u64> {
+    if let Ok(seed) = seed.extract::<u64>() {
+        return Ok(seed);
+    }
+    match seed.extract::<i64>() {
+        Ok(seed) => Ok(seed as u64),
+        Err(err) if err.is_instance_of::<PyOverflowError>(seed.py()) => {
+            let value = seed.extract::<f64>().unwrap_or(f64::INFINITY);
+            Err(to_py(&Error::InvalidParameter { name: "seed", value, expected: "an integer of 64 bits" }))
+        }
+        Err(err) => Err(err),
+    }
 }
