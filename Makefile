@@ -123,7 +123,7 @@ bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last
 	@for bench in $(filter-out benches/hardware.py,$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
 
 .PHONY: mutants
-mutants: $(NEED_SETUP) ## plant each known fault in turn; one that no test notices is an error (MUTANTS=word)
+mutants: $(NEED_SETUP) ## plant each known fault in turn; one that no test notices is an error (MUTANTS="id ...")
 	$(PY) scripts/mutants.py $(MUTANTS)
 
 .PHONY: docs

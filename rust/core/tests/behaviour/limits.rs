@@ -122,3 +122,45 @@ fn a_close_ends_every_request_once_whatever_it_does() {
         oracle.close();
     }
 }
+
+/// Whatever it does at that moment: queued, amid its prompt, between its tokens, or preempted.
+#[test]
+fn a_cancelled_request_ends_in_the_next_step_and_holds_nothing() {
+    for num_steps in 0..12 {
+        for request in 0..3 {
+            let limits = SchedulerConfig {
+                max_num_batched_tokens: 4,
+                max_prefill_chunk_tokens: Some(3),
+                enable_prefix_caching: false,
+                ..config(9, 2)
+            };
+            let mut oracle = Oracle::new(limits);
+            for token in 0..3 {
+                oracle.accept(&[token; 7], 6, Script::constant(9));
+            }
+            for _ in 0..num_steps {
+                oracle.step();
+            }
+            oracle.cancel(request);
+            oracle.cancel(request);
+            oracle.step();
+            let cancelled = &oracle.model().requests[request];
+            assert!(cancelled.end.is_some() && !oracle.batch().request_ids.contains(&cancelled.id.as_u64()));
+            oracle.drain();
+        }
+    }
+}
+
+/// Its two cached blocks are unheld, so they are no room for its other two; nor is the one that the running request may need.
+#[test]
+fn the_blocks_that_a_request_found_do_not_count_as_room_for_the_rest_of_it() {
+    let mut oracle = Oracle::new(config(6, 4));
+    oracle.accept(&tokens(0..8), 1, Script::constant(9));
+    oracle.drain();
+    let holder = oracle.accept(&tokens(100..108), 5, Script::constant(9));
+    oracle.step();
+    let finder = oracle.accept(&tokens(0..13), 1, Script::constant(9));
+    oracle.step();
+    assert!(oracle.model().requests[holder].row.is_some() && oracle.model().requests[finder].row.is_none());
+    oracle.drain();
+}
