@@ -119,7 +119,7 @@ wheel-smoke: wheel sdist ## install wheel and sdist into fresh environments and 
 	CBRS_DIST=dist $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last
+bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last (PROFILE=release for figures)
 	@for bench in $(filter-out benches/hardware.py,$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
 
 .PHONY: mutants

@@ -94,14 +94,15 @@ def load() -> tuple[list[Mutant], list[str]]:
 
 
 def copy_sources(tree: Path) -> None:
-    """Copy what the build needs."""
+    """Copy what the build needs, as new files: cargo must not take what an earlier fault left."""
     for name in SOURCES:
         source, target = ROOT / name, tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("target"))
+            ignored = shutil.ignore_patterns("target")
+            shutil.copytree(source, target, ignore=ignored, copy_function=shutil.copyfile)
         elif source.exists():
-            shutil.copy2(source, target)
+            shutil.copyfile(source, target)
 
 
 def run_stage(tree: Path, stage: str) -> tuple[bool, str]:

@@ -7,8 +7,10 @@
 //!
 //! | model | threads | explores |
 //! |---|---|---|
-//! | `two_producers_of_two_items_at_capacity_one` | 2 producers, one pops | all |
-//! | `two_producers_of_two_items_at_capacity_two` | 2 producers, one pops | all |
+//! | `two_producers_of_two_items_at_capacity_one` | 2 producers | all |
+//! | `two_producers_of_two_items_at_capacity_two` | 2 producers | all |
+//! | `two_producers_and_a_consumer_at_capacity_one_within_3_preemptions` | 2 producers, one pops | 3 |
+//! | `two_producers_and_a_consumer_at_capacity_two_within_3_preemptions` | 2 producers, one pops | 3 |
 //! | `three_producers_at_capacity_two_within_3_preemptions` | 3 producers, one pops | 3 |
 //! | `two_consumers_never_get_the_same_item` | 2 consumers | all |
 //! | `close_against_push_accepts_or_gives_back` | producer, closer | all |
@@ -28,6 +30,7 @@
 //! | `the_gate_never_holds_more_tokens_than_its_bound` | 2 reservers | all |
 //! | `a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions` | 2 producers, consumer | 3 |
 #![cfg(loom)]
+#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc as StdArc;
 use std::sync::atomic::{AtomicUsize as StdAtomicUsize, Ordering as StdOrdering};
@@ -80,10 +83,10 @@ impl Drop for Counted {
     }
 }
 
-/// `num_producers` push `num_items` each, once. The last of them is the consumer, too, and pops once after its first
-/// push: a thread less keeps the model small. Afterwards every item has come out once or was refused, those of one
+/// `num_producers` push `num_items` each, once. If asked to, the last of them is the consumer, too, and pops once after
+/// its first push: a thread less keeps the model small. Afterwards every item has come out once or was refused, those of one
 /// producer in order, and all slots are usable.
-fn producers_against_consumer(num_producers: usize, num_items: usize, capacity: usize) {
+fn producers_on_queue(num_producers: usize, num_items: usize, capacity: usize, pops_meanwhile: bool) {
     let queue = Arc::new(RequestQueue::new(capacity));
     let last = num_producers - 1;
     let producers: Vec<_> = (0..last)
@@ -101,7 +104,7 @@ fn producers_against_consumer(num_producers: usize, num_items: usize, capacity: 
         if queue.push(item).is_err() {
             refused.push(item);
         }
-        if i == 0 {
+        if pops_meanwhile && i == 0 {
             popped.extend(queue.pop());
         }
     }
@@ -125,17 +128,27 @@ fn producers_against_consumer(num_producers: usize, num_items: usize, capacity: 
 
 #[test]
 fn two_producers_of_two_items_at_capacity_one() {
-    explore_all(|| producers_against_consumer(2, 2, 1));
+    explore_all(|| producers_on_queue(2, 2, 1, false));
 }
 
 #[test]
 fn two_producers_of_two_items_at_capacity_two() {
-    explore_all(|| producers_against_consumer(2, 2, 2));
+    explore_all(|| producers_on_queue(2, 2, 2, false));
+}
+
+#[test]
+fn two_producers_and_a_consumer_at_capacity_one_within_3_preemptions() {
+    explore_within(3, || producers_on_queue(2, 2, 1, true));
+}
+
+#[test]
+fn two_producers_and_a_consumer_at_capacity_two_within_3_preemptions() {
+    explore_within(3, || producers_on_queue(2, 2, 2, true));
 }
 
 #[test]
 fn three_producers_at_capacity_two_within_3_preemptions() {
-    explore_within(3, || producers_against_consumer(3, 1, 2));
+    explore_within(3, || producers_on_queue(3, 1, 2, true));
 }
 
 #[test]

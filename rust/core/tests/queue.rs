@@ -3,6 +3,7 @@
 //! `tests/loom.rs` tries every interleaving of a few operations; here many operations meet the interleavings that the
 //! machine happens to produce.
 #![cfg(not(loom))]
+#![allow(clippy::unwrap_used)]
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;

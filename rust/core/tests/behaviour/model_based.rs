@@ -118,25 +118,21 @@ fn submit(prompt: &[i32], max_tokens: Option<u64>, owner: u8, script: u64) -> Op
     Op::Submit { prompt: prompt.to_vec(), max_tokens, owner, stop: None, ignore_eos: true, script }
 }
 
-/// The third prompt's second block has the tokens of the first one's, and by collision its hash; but they continue different blocks.
+/// In the second step the third prompt continues the first one's block, while the second prompt fills a block with the same tokens and,
+/// by collision, the same hash, but below another one.
 #[test]
 fn colliding_hashes_make_nobody_wait_for_a_block_of_another_prefix() {
     let config = SchedulerConfig {
         max_num_seqs: 3,
-        max_num_batched_tokens: 6,
+        max_num_batched_tokens: 16,
         num_blocks: 21,
-        max_model_len: 44,
         block_size: 2,
-        max_prefill_chunk_tokens: Some(4),
+        max_prefill_chunk_tokens: Some(2),
         collide_hashes: true,
         ..SchedulerConfig::default()
     };
-    let ops = [
-        submit(&[0, 1, 1, 0, 1, 1], Some(2), 0, 2),
-        submit(&[1, 0, 1, 1, 0, 1], Some(3), 0, 2),
-        submit(&[0, 1, 1, 1, 0], Some(1), 0, 2),
-    ];
-    check_regression(&config, &ops);
+    let prompts: [&[i32]; 3] = [&[0, 1, 0, 0, 0, 0], &[1, 0, 1, 1, 0], &[0, 1, 1, 1, 0]];
+    check_regression(&config, &prompts.map(|prompt| submit(prompt, Some(1), 0, 2)));
 }
 
 /// A twin has published what a preempted request generated after the cache was reset under it: it must find that when it resumes.
