@@ -52,7 +52,7 @@ mod modelled {
 
     use loom::sync::atomic::{self, Ordering};
 
-    #[derive(Debug, Default)]
+    #[derive(Debug)]
     pub(crate) struct Scheduled<A> {
         never_written: atomic::AtomicBool,
         atomic: A,

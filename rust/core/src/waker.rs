@@ -23,7 +23,7 @@ use crate::sync::{AtomicBool, Condvar, Mutex, Ordering, fence};
 /// Lets a thread sleep until another wakes it or time is up, without ever missing a wake-up.
 ///
 /// Made for one sleeper and many wakers; a second sleeper is woken along with the first.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Waker {
     /// Someone announced that it is going to sleep, and nobody has called it since.
     sleeping: AtomicBool,
@@ -35,7 +35,7 @@ pub struct Waker {
 impl Waker {
     /// A waker on which nobody sleeps.
     pub fn new() -> Self {
-        Self::default()
+        Self { sleeping: AtomicBool::new(false), num_sleepers: Mutex::new(0), wake_up: Condvar::new() }
     }
 
     /// Ends the sleep of the sleeper, if there is one. Call it *after* having made its `ready` true.
@@ -74,5 +74,11 @@ impl Waker {
         if *num_sleepers == 0 {
             self.sleeping.store(false, Ordering::Relaxed);
         }
+    }
+}
+
+impl Default for Waker {
+    fn default() -> Self {
+        Self::new()
     }
 }
