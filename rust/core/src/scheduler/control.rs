@@ -117,7 +117,7 @@ impl Scheduler {
     /// Ends every accepted request as cancelled: the scheduler was closed.
     pub(super) fn end_all_requests(&mut self) {
         // A producer that claimed its place before the close finishes its push within moments; its request is accepted, so it ends here.
-        while !self.shared.queue.is_empty() {
+        while !self.shared.queue.is_drained() {
             self.drain_queue();
             std::thread::yield_now();
         }

@@ -6,7 +6,8 @@ use super::{Scheduler, State};
 use crate::block::{BlockId, Parent};
 
 impl Scheduler {
-    /// Panics with what is wrong if an invariant does not hold. `O(blocks + live requests)`; for tests and debugging.
+    /// Panics with what is wrong if an invariant does not hold. `O(blocks + live requests)`; for tests and debugging,
+    /// at a moment when no other thread submits.
     ///
     /// Memory: each block is free, cached or used, and has as many holders as tables name it; tables cover what is computed and no more
     /// than is known; published chains are closed under prefix. Scheduling: rows, running and waiting lists name each live request
