@@ -100,10 +100,6 @@ test-loom: ## model-check the queue: the small models exhaustively, the larger o
 test-py: $(NEED_BUILD) $(if $(NEED_BUILD),model) ## Python tests (PYTEST_ARGS=...)
 	$(PY) -m pytest --ignore tests/test_packaging.py $(PYTEST_ARGS)
 
-.PHONY: test-gpu
-test-gpu: $(NEED_BUILD) ## the tests that need a CUDA device
-	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
-
 .PHONY: wheel
 wheel: $(NEED_SETUP) ## build the release wheel into dist/
 	@rm -f dist/cbrs-*.whl

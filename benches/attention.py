@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from hardware import describe_run
 
 from cbrs._core import CpuKernels, cpu_features
 
@@ -132,13 +130,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def commit() -> str | None:
-    """Return the commit that is checked out, if there is one."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,17 +150,9 @@ def main() -> None:
     if not options.json:
         for row in rows:
             print("  ".join(f"{name} {value}" for name, value in row.items()))
-    report = {
-        "bench": "attention",
-        "seed": SEED,
-        "commit": commit(),
-        "cpu": platform.processor() or platform.machine(),
-        "features": cpu_features(),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "results": rows,
-        "checks": [],
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    run = describe_run(seed=SEED, features=cpu_features(), **settings)
+    print(json.dumps({"bench": "attention", **run, "results": rows, "checks": []}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 """Apply each seeded fault in turn and see that a test notices it.
 
 The faults stand in `tests/mutants/*.toml`. Each is applied to a copy of the tree, the suite runs
-stage by stage, and the tests that failed are printed. A fault that survives, or whose text is not
-found exactly once, is an error (exit code 1).
+stage by stage, and the tests that failed are printed. Noticed means: a test failed, its process
+was ended by a signal, or it found no end where it does without the fault. A fault that survives,
+whose text is not found exactly once, or whose stage fails in any other way is an error (exit code
+1), and so is a stage that fails without any fault.
 
     scripts/mutants.py                  all faults
     scripts/mutants.py salt-left-out    only these
@@ -17,6 +19,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +43,10 @@ STAGES = (
     "-p cbrs-core --lib",
 )
 RANDOM_OPS = "200000"
+HANGS = "hangs"
+FAILED_TEST = re.compile(r"^test (.+?)(?: - should panic)? \.\.\. FAILED$", re.MULTILINE)
+# Signals that a process brings on itself; SIGKILL is sent by others, when memory is short.
+DEATH = re.compile(r"process didn't exit successfully: .*\(signal: (?:4|6|7|8|11), (SIG[A-Z]+)")
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,20 @@ class Outcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class CargoRun:
+    """How a run of cargo ended, and what it printed."""
+
+    failed: bool
+    hung: bool
+    text: str
+
+    @property
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return self.text[-3000:]
+
+
 def load() -> tuple[list[Mutant], list[str]]:
     """Read all faults, and a line for each that does not apply."""
     mutants, not_applicable, faults = [], [], set()
@@ -105,8 +126,8 @@ def copy_sources(tree: Path) -> None:
             shutil.copyfile(source, target)
 
 
-def run_stage(tree: Path, stage: str) -> tuple[bool, str]:
-    """Run one `cargo test`; return whether it passed and what it printed."""
+def cargo_test(stage: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command that runs `stage`, and its environment."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target" / "mutants"))
     environment = dict(os.environ, CBRS_RANDOM_OPS=RANDOM_OPS, RUST_BACKTRACE="0")
     if "--test loom" in stage:
@@ -122,36 +143,73 @@ def run_stage(tree: Path, stage: str) -> tuple[bool, str]:
         environment["CARGO_PROFILE_CHECKED_INCREMENTAL"] = "true"
     environment["CARGO_TARGET_DIR"] = str(target)
     command = ["cargo", "test", "--locked", "--no-fail-fast", profile, *shlex.split(stage)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=STAGE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"test no end within {STAGE_TIMEOUT_S} s ... FAILED"
-    return done.returncode == 0, done.stdout
+    return command, environment
 
 
-def killers(output: str) -> list[str]:
-    """Names of the tests that failed.
+def run_stage(tree: Path, stage: str) -> list[str]:
+    """Run one stage and return what noticed a fault; nothing if all its tests passed.
 
     Raises:
-        ValueError: none did; the fault does not compile.
+        ValueError: it could not be judged; above all, it does not compile.
     """
-    names = re.findall(r"^test (.+?) \.\.\. FAILED$", output, re.MULTILINE)
-    if not names and re.search(r"^error", output, re.MULTILINE) and "could not compile" in output:
-        raise ValueError("the fault does not compile:\n" + output[-3000:])
-    return names or ["the test process died"]
+    command, environment = cargo_test(stage)
+    # Built first and without a limit: a slow compiler is no test that hangs.
+    output = run_cargo([*command[:2], "--no-run", *command[2:]], tree, environment, None)
+    if output.failed:
+        raise ValueError(f"`cargo test {stage}` cannot be built:\n{output.tail}")
+    output = run_cargo(command, tree, environment, STAGE_TIMEOUT_S)
+    return killers(stage, output)
+
+
+def run_cargo(
+    command: list[str], tree: Path, environment: dict[str, str], timeout_s: float | None
+) -> CargoRun:
+    """Run `command` in `tree`; past `timeout_s`, end it and all that it started."""
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    hung = False
+    try:
+        text, _ = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        # The group: the test binary would outlive cargo, and hold the pipe.
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        hung = isinstance(error, subprocess.TimeoutExpired)
+        if not hung:
+            raise
+    return CargoRun(failed=process.returncode != 0, hung=hung, text=text)
+
+
+def killers(stage: str, output: CargoRun) -> list[str]:
+    """What noticed the fault: the tests that failed, or how their process died.
+
+    Raises:
+        ValueError: the run failed for none of these reasons, so that nothing is known.
+    """
+    names = FAILED_TEST.findall(output.text)
+    if names or not output.failed:
+        return names
+    if output.hung:
+        return [HANGS]
+    died = DEATH.search(output.text)
+    if died:
+        return [f"the test process died of {died[1]}"]
+    raise ValueError(f"`cargo test {stage}` failed, but no test did:\n{output.tail}")
 
 
 def try_mutant(tree: Path, mutant: Mutant) -> Outcome:
-    """Apply a fault, run its stages until one fails, and take it back."""
+    """Apply a fault, run its stages until one notices it, and take it back.
+
+    Raises:
+        ValueError: a stage could not be judged.
+    """
     path = tree / mutant.file
     original = path.read_text()
     start = time.monotonic()
@@ -159,10 +217,11 @@ def try_mutant(tree: Path, mutant: Mutant) -> Outcome:
     try:
         path.write_text(mutant.change(original))
         for stage in mutant.stages:
-            passed, output = run_stage(tree, stage)
-            if not passed:
-                killed_by = killers(output)
+            killed_by = run_stage(tree, stage)
+            if killed_by:
                 break
+    except ValueError as error:
+        raise ValueError(f"{mutant.id}: {error}") from error
     finally:
         path.write_text(original)
     return Outcome(mutant, killed_by, time.monotonic() - start)
@@ -172,11 +231,12 @@ def describe(outcome: Outcome) -> str:
     """One line for an outcome."""
     if not outcome.killed_by:
         return f"SURVIVED  {outcome.mutant.id}: {outcome.mutant.what}"
+    if outcome.killed_by == [HANGS]:
+        return f"hangs     {outcome.mutant.id}: a test has no end within {STAGE_TIMEOUT_S} s"
     others = len(outcome.killed_by) - 1
     more = f" and {others} more" if others else ""
-    return (
-        f"killed    {outcome.mutant.id}: by {outcome.killed_by[0]}{more} ({outcome.seconds:.0f} s)"
-    )
+    by = f"{outcome.killed_by[0]}{more} ({outcome.seconds:.0f} s)"
+    return f"killed    {outcome.mutant.id}: by {by}"
 
 
 def check(mutants: list[Mutant]) -> list[str]:
@@ -201,12 +261,9 @@ def run(mutants: list[Mutant]) -> list[Outcome]:
         tree = Path(folder)
         copy_sources(tree)
         for stage in dict.fromkeys(stage for mutant in mutants for stage in mutant.stages):
-            if "--test loom" not in stage:
-                passed, output = run_stage(tree, stage)
-                if not passed:
-                    raise ValueError(
-                        f"without any fault, `cargo test {stage}` fails:\n{output[-3000:]}"
-                    )
+            failed = run_stage(tree, stage)
+            if failed:
+                raise ValueError(f"without any fault, `cargo test {stage}` fails: {failed}")
         for number, mutant in enumerate(mutants, 1):
             outcomes.append(try_mutant(tree, mutant))
             print(f"[{number}/{len(mutants)}] {describe(outcomes[-1])}", flush=True)

@@ -11,9 +11,12 @@ venv="$2"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 stamp="$venv/.cbrs-setup"
 
-# The interpreter is part of the key by version, not by path: an environment outlives a moved link.
+# Version, build and place of an interpreter, links resolved: an environment and the interpreter that
+# made it are the same, and an environment outlives a moved link.
+identity() { "$1" -c 'import os, sys; print(sys.version, os.path.realpath(sys.executable))'; }
+
 wanted() {
-    { "$python" --version && "$python" "$here/requirements.py" && cat "${BASH_SOURCE[0]}"; } | sha256sum | cut -d ' ' -f 1
+    { identity "$python" && "$python" "$here/requirements.py" && cat "${BASH_SOURCE[0]}"; } | sha256sum | cut -d ' ' -f 1
 }
 
 if [[ -x "$venv/bin/python" && -f "$stamp" ]] && command -v "$python" >/dev/null &&
@@ -23,7 +26,10 @@ fi
 
 "$here/check_prerequisites.sh" "$python"
 key="$(wanted)"
-[[ -x "$venv/bin/python" ]] || "$python" -m venv "$venv"
+if [[ ! -x "$venv/bin/python" || "$(identity "$venv/bin/python")" != "$(identity "$python")" ]]; then
+    [[ ! -e "$venv" ]] || echo "set-up: $venv was made by another interpreter, and is made anew"
+    "$python" -m venv --clear "$venv"
+fi
 if ! "$venv/bin/python" "$here/link_torch.py" --check >/dev/null; then
     if shared="$("$python" "$here/link_torch.py" --into "$venv")"; then
         echo "set-up: using $shared"

@@ -1,6 +1,7 @@
 """Bad input gives one clear line and exit code 2, never a traceback."""
 
 import json
+import sys
 
 import pytest
 
@@ -26,6 +27,26 @@ def refused(capsys):
 
 def test_a_model_that_is_no_file(refused, tmp_path):
     assert "missing.gguf" in refused("generate", tmp_path / "missing.gguf", "--prompt", "a")
+
+
+def test_a_missing_folder_that_could_be_a_hub_id(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    line = refused("generate", "data/missing", "--prompt", "a")
+    assert "data/missing: no such file or folder" in line
+    assert 'pip install "cbrs[hub]"' in line
+
+
+def test_a_hub_that_does_not_have_it(refused, monkeypatch):
+    class Client:
+        @staticmethod
+        def snapshot_download(repository, allow_patterns):
+            raise OSError("404 not found")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
+    line = refused("generate", "data/missing", "--prompt", "a")
+    assert "data/missing: " in line
+    assert "no such file or folder" in line
+    assert "404 not found" in line
 
 
 def test_an_unknown_model_name_lists_the_known_ones(refused):

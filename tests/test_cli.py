@@ -145,7 +145,7 @@ def test_stdin_is_read_for_a_dash():
 def test_progress_goes_to_stderr_and_results_to_stdout():
     result = run_cli("generate", "null", "--prompt", "a", "--max-tokens", "3", "--json")
     assert len(json_lines(result.stdout)) == 1
-    assert "KV blocks" in result.stderr
+    assert "null is ready" in result.stderr
     assert "tokens/s" in result.stderr
 
 
@@ -217,7 +217,7 @@ def test_a_ctrl_c_exits_with_130_and_no_traceback():
         text=True,
     )
     for line in process.stderr:
-        if "KV blocks" in line:
+        if "is ready" in line:
             break
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
@@ -244,6 +244,38 @@ def test_a_reader_that_goes_away_is_no_traceback():
         assert process.wait(60) == 1
     assert "Traceback" not in stderr
     assert "Exception ignored" not in stderr
+
+
+@pytest.fixture
+def empty_cache(monkeypatch, tmp_path):
+    """Nothing has been fetched, so `null` has to make a tokenizer of its own."""
+    monkeypatch.setenv("CBRS_CACHE", str(tmp_path / "empty"))
+
+
+def test_null_chats_without_any_model_in_the_cache(empty_cache, capsys):
+    from cbrs.models.null import SCRIPT
+
+    with cbrs.LLM("null") as llm:
+        params = cbrs.SamplingParams(max_tokens=len(SCRIPT))
+        (output,) = llm.chat([{"role": "user", "content": "Hi ü"}], params)
+    expected = "<|im_start|>user\nHi ü<|im_end|>\n<|im_start|>assistant\n"
+    assert output.prompt == expected
+    assert output.prompt_token_ids == list(expected.encode())
+    assert output.outputs[0].text == SCRIPT
+    assert main(["generate", "null", "--chat", "--prompt", "a", "--max-tokens", "1"]) == 0
+    assert "null: the tokenizer is one of single bytes" in capsys.readouterr().err
+
+
+def test_the_demo_of_null_runs_without_any_model_in_the_cache(empty_cache, tmp_path, capsys):
+    assert main(["demo", "--model", "null", "--out", str(tmp_path / "demo")]) == 0
+    assert "36 of 36" in capsys.readouterr().out
+
+
+def test_null_says_which_tokenizer_it_uses(capsys):
+    if not has_known_model():
+        pytest.skip("smollm2-135m-instruct is not in the cache; `cbrs pull` fetches it")
+    assert main(["generate", "null", "--prompt", "a", "--max-tokens", "1"]) == 0
+    assert "null: the tokenizer is the one of smollm2-135m-instruct" in capsys.readouterr().err
 
 
 def test_pull_prints_the_path_of_the_cached_file():

@@ -12,6 +12,7 @@ import pytest
 
 from cbrs import hub
 from cbrs.errors import CbrsError, ModelLoadError
+from cbrs.loading import resolve
 
 CONTENT = b"GGUF weights" * 1000
 NAME = "test-model"
@@ -199,8 +200,9 @@ def test_new_version_of_a_model_gets_its_own_file(
 
 def test_hub_id_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"cbrs\[hub\]"):
+    with pytest.raises(ImportError, match=r'no such file or folder; .*"cbrs\[hub\]"') as caught:
         hub.pull_from_hub("owner/model")
+    assert caught.value.name == "huggingface_hub"
 
 
 def test_hub_download_takes_weights_and_settings_but_no_code(
@@ -227,5 +229,25 @@ def test_hub_failure_is_one_error_with_advice(monkeypatch: pytest.MonkeyPatch) -
             raise OSError("offline")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
-    with pytest.raises(CbrsError, match="offline; check the name and the network"):
+    message = "no such file or folder, .* offline; check the name and the network"
+    with pytest.raises(ModelLoadError, match=message) as caught:
         hub.pull_from_hub("owner/model")
+    assert caught.value.file == "owner/model"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a/b/c", "./model", "../model", "/model", "~/model", "a/..", "dir/m.gguf", "dir/M.GGUF", "a/"],
+)
+def test_a_path_is_never_taken_for_a_hub_id(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "pull_from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
+    with pytest.raises(ModelLoadError, match="no such file or folder"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["owner/model", "Owner_1/model-0.5B.v2"])
+def test_owner_and_name_are_a_hub_id(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub, "pull_from_hub", lambda name: tmp_path / name)
+    assert resolve(name) == tmp_path / name

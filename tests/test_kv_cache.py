@@ -6,14 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the KV cache needs torch")
 
+from cbrs.cli import main  # noqa: E402
 from cbrs.runner import kv_cache  # noqa: E402
-from cbrs.runner.kv_cache import KVCache, bytes_per_block, default_num_blocks  # noqa: E402
+from cbrs.runner.kv_cache import KVCache, default_num_blocks  # noqa: E402
 
 
-def test_the_tensors_take_the_bytes_that_the_scheduler_counts():
+def test_the_tensors_take_the_bytes_of_every_block_of_every_layer():
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(3, 7, 4, 2, 16, dtype)
-        assert cache.num_bytes == 7 * bytes_per_block(3, 4, 2, 16, dtype)
+        assert cache.num_bytes == 7 * 2 * 3 * 4 * 2 * 16 * dtype.itemsize
         assert [tuple(t.shape) for t in (*cache.keys, *cache.values)] == [(7, 2, 4, 16)] * 6
         assert all(t.is_contiguous() and t.dtype == dtype for t in (*cache.keys, *cache.values))
 
@@ -68,3 +69,18 @@ def test_a_control_group_limit_lowers_free_memory(tmp_path, monkeypatch, limit_f
     assert kv_cache.free_memory() == 600
     (tmp_path / limit_file).write_text("max\n")
     assert kv_cache.free_memory() > 600
+
+
+def test_the_pool_is_printed_once_without_any_logging(make_llm, tiny, capsys):
+    llm = make_llm(tiny, num_blocks=20)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    # 20 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32.
+    assert captured.err == "cbrs: KV pool of 20 blocks x 16 tokens = 0.2 MiB\n"
+    assert llm.config.kv_cache_bytes == llm.engine._runner.kv_cache.num_bytes
+
+
+def test_the_command_line_prints_the_pool_once_and_null_has_none(tiny, capsys):
+    for model, expected in ((str(tiny), 1), ("null", 0)):
+        assert main(["generate", model, "--prompt", "a", "--max-tokens", "1"]) == 0
+        assert capsys.readouterr().err.count("KV pool") == expected

@@ -1,6 +1,7 @@
 """Malformed checkpoints: each gives one `ModelLoadError` that names file and field, and quickly."""
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,25 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "config.json",
         "high_freq_factor",
     ),
+    "rope_type_is_absent": (rope(factor=8.0), "config.json", "factor"),
+    "rope_type_is_default_with_a_factor": (rope(rope_type="default", factor=8.0), "", "factor"),
+    "rope_has_sections": (rope(type="default", mrope_section=[2, 3, 3]), "", "mrope_section"),
+    "rope_is_by_kind_of_layer": (
+        changed(rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0}}),
+        "config.json",
+        "full_attention",
+    ),
+    "rope_is_nested_in_a_scaling": (
+        rope(rope_type="linear", factor=8.0, full_attention={"factor": 2.0}),
+        "config.json",
+        "full_attention",
+    ),
+    "rope_is_given_twice": (
+        changed(rope_parameters={"rope_theta": 1e4}, rope_scaling=kit.ROPE_SCALINGS["linear"]),
+        "config.json",
+        "rope_scaling",
+    ),
+    "rope_is_partial_beside_it": (changed(partial_rotary_factor=0.5), "", "partial_rotary_factor"),
     "rope_is_partial": (rope(partial_rotary_factor=0.5), "", "partial_rotary_factor"),
     "rope_is_a_list": (changed(rope_scaling=[1]), "config.json", "rope_scaling"),
     "window_is_negative": (changed(sliding_window=-8), "config.json", "sliding_window"),
@@ -183,7 +203,6 @@ MALFORMED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "generation_config.json",
         "file",
     ),
-    "stored_type_is_unknown": (changed(torch_dtype="int4"), "config.json", "torch_dtype"),
     "tensor_is_missing": (tensors(lambda t: t.pop(GATE)), "", GATE),
     "tensor_is_unknown": (
         tensors(lambda t: t.update({"model.extra.weight": t["model.norm.weight"]})),
@@ -261,11 +280,17 @@ def test_untouched_folder_loads(tmp_path: Path) -> None:
     assert loaded.eos_token_ids == (kit.EOS,)
 
 
-def test_custom_code_is_named_and_never_run(tmp_path: Path) -> None:
+def test_custom_code_is_named_and_never_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The command line turns this off for the whole process; a test of it may have run before.
+    monkeypatch.setattr(logging.getLogger("cbrs"), "propagate", True)
     folder = kit.tiny(tmp_path / "model", auto_map={"AutoModelForCausalLM": "own.Own"})
     (folder / "own.py").write_text("raise SystemExit('code from a checkpoint was run')")
-    with pytest.warns(UserWarning, match="auto_map"):
+    with caplog.at_level("WARNING", logger="cbrs"):
         load_model(folder, device="cpu")
+    assert "auto_map" in caplog.text
+    assert str(folder / "config.json") in caplog.text
 
 
 def test_pickle_beside_safetensors_is_not_opened(tmp_path: Path) -> None:
@@ -282,14 +307,46 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path) -> None:
     assert load_model(folder, device="cpu").eos_token_ids == (1, 2)
 
 
-def test_newer_names_of_rope_and_dtype_are_read() -> None:
-    values = kit.tiny_config(rope_theta=None, torch_dtype=None, dtype="bfloat16")
+def test_newer_names_of_rope_are_read() -> None:
+    values = kit.tiny_config(rope_theta=None)
     values["rope_parameters"] = {"rope_theta": 500000.0, **kit.ROPE_SCALINGS["llama3"]}
     config = ModelConfig.from_hf(values, "config.json")
     assert config.rope_theta == 500000.0
     assert config.rope_scaling is not None
     assert (config.rope_scaling.type, config.rope_scaling.factor) == ("llama3", 8.0)
-    assert config.torch_dtype == "bfloat16"
+
+
+def test_plain_rotary_settings_are_no_scaling() -> None:
+    plain = {"rope_type": "default", "type": "default", "rope_theta": 5e5, "factor": None}
+    values = kit.tiny_config(rope_theta=None, rope_parameters={**plain, "partial_rotary_factor": 1})
+    config = ModelConfig.from_hf(values, "config.json")
+    assert (config.rope_theta, config.rope_scaling) == (5e5, None)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_gguf_rope_factor_without_a_type_is_refused(key: str) -> None:
+    metadata = {
+        "general.architecture": "llama",
+        "llama.embedding_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.context_length": 512,
+        "llama.feed_forward_length": 96,
+        "llama.block_count": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+
+    def read(**more: float) -> ModelConfig:
+        return ModelConfig.from_gguf(
+            {**metadata, **more},
+            "model.gguf",
+            tensor_names={"token_embd.weight"},
+            tensor_shape=lambda name: (300, 64),
+        )
+
+    assert read(**{f"llama.{key}": 1.0}).rope_scaling is None
+    with pytest.raises(ModelLoadError, match=r"without rope\.scaling\.type") as caught:
+        read(**{f"llama.{key}": 4.0})
+    assert caught.value.field == f"llama.{key}"
 
 
 def test_mistral_without_a_window_takes_its_default() -> None:

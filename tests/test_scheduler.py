@@ -573,3 +573,54 @@ def test_reset_forgets_cached_prefixes():
         run(scheduler, batch)
     assert cached == [0, 12, 0]
     assert scheduler.stats()["num_cached_prompt_tokens"] == 12
+
+
+def test_block_tables_are_read_only_because_the_scheduler_reads_them_again():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3])
+    batch = scheduler.step()
+    with pytest.raises(ValueError, match="read-only"):
+        batch.block_tables[:] = -1
+    assert batch.token_ids.flags.writeable, "torch.from_numpy takes the others without a warning"
+
+
+def test_limits_beyond_the_machine_are_refused_before_anything_is_allocated():
+    with pytest.raises(ValueError, match=r"block tables .* bytes"):
+        make_scheduler(max_num_seqs=2**20, num_blocks=2**28, max_model_len=2**28, block_size=1)
+
+
+def test_numbers_that_nobody_can_have_name_nothing():
+    scheduler = make_scheduler()
+    request = scheduler.submit([1], max_tokens=3)
+    for number in (-1, 2**64, 2**200):
+        assert not scheduler.cancel(number)
+        assert not scheduler.finish(number, 0, 1)
+    assert scheduler.finish(request, 7, 1), "the request lives, but has no such choice"
+    with pytest.raises(InvalidRequestError, match="num_tokens"):
+        scheduler.finish(request, 0, -1)
+    batch = scheduler.step()
+    with pytest.raises(StepError):
+        scheduler.fail(-1, "no such step")
+    for token in (2**31, -(2**31) - 1, 2**70):
+        with pytest.raises(StepError):
+            scheduler.step([token])
+    assert len(run(scheduler, batch)[request]) == 3
+
+
+def test_an_empty_batch_accepts_an_empty_result_that_names_it():
+    scheduler = make_scheduler()
+    batch = scheduler.step()
+    batch = scheduler.step(StepResult(batch.step_id, []))
+    assert batch.num_seqs == 0
+    with pytest.raises(StepError):
+        scheduler.step(StepResult(batch.step_id + 1, []))
+
+
+def test_row_errors_may_be_a_numpy_mask():
+    scheduler = make_scheduler()
+    request = scheduler.submit([1], max_tokens=3)
+    batch = scheduler.step()
+    logits = np.array([[0.0, np.nan]])
+    result = StepResult(batch.step_id, [0], row_error=np.isnan(logits).any(axis=-1))
+    outputs = scheduler.step(result).outputs
+    assert (outputs.request_ids.tolist(), outputs.finish_reason(0)) == ([request], "error")

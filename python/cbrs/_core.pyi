@@ -206,8 +206,9 @@ class Batch:
         """int32: rows that lost their sequence since the last plan."""
     @property
     def block_tables(self) -> Int32Array:
-        """int32 `[max_num_seqs, max_blocks]`: block ids by row; columns past a sequence's blocks
-        are stale.
+        """int32 `[max_num_seqs, max_blocks]`, read-only: block ids by row.
+
+        Columns past a sequence's blocks are stale.
         """
     @property
     def block_table_updates(self) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:

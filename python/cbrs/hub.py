@@ -119,22 +119,24 @@ def pull_from_hub(repository: str) -> Path:
 
     Raises:
         ImportError: the extra `hub` is not installed.
-        CbrsError: the hub cannot be reached or has no such repository.
+        ModelLoadError: the hub cannot be reached or has no such repository.
     """
     try:
         client: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise ImportError(
-            f"there is no folder {repository!r}; to take it as a hub id, install the extra `hub`: "
-            "pip install 'cbrs[hub]'"
+            f"{repository}: no such file or folder; to fetch it as a hub id, "
+            'pip install "cbrs[hub]"',
+            name="huggingface_hub",
         ) from error
     try:
         return Path(client.snapshot_download(repository, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # the client raises many kinds, network errors included
-        raise CbrsError(
-            f"cannot fetch {repository!r} from the hub: {error}; check the name and the network, "
-            "or give a local folder"
-        ) from error
+        detail = (
+            f"no such file or folder, and as a hub id it cannot be fetched: {error}; check the "
+            "name and the network, or give a local folder"
+        )
+        raise load_error(repository, "model", detail) from error
 
 
 def _target(model: KnownModel) -> Path:

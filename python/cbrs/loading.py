@@ -6,6 +6,7 @@ the file and the field. Pickle files are never opened and no code from a checkpo
 """
 
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass, replace
@@ -26,11 +27,15 @@ from cbrs.models.null import NullModel, is_null, null_config, parse_step_cost
 from cbrs.models.rope import RopeScaling
 from cbrs.weights import CheckpointWeights
 
+logger = logging.getLogger("cbrs")
+
 _MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _ROPE_FACTORS = "rope_freqs.weight"
+_NULL_TOKENIZER = "smollm2-135m-instruct"  # used if it has been fetched
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,7 +89,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path | str:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    if name.endswith(".gguf") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    if name.lower().endswith(_FILE_SUFFIXES) or not _HUB_ID.fullmatch(name):
         known = ", ".join([*hub.KNOWN_MODELS, "null"])
         raise load_error(
             name, "model", f"no such file or folder, and not a known name; known names: {known}"
@@ -152,8 +157,10 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def _load_null(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     cost = parse_step_cost(name)
-    cached = hub.cached("smollm2-135m-instruct")
+    cached = hub.cached(_NULL_TOKENIZER)
     tokenizer = None if cached is None else _gguf_tokenizer(GgufFile(str(cached)), cached)
+    used = "one of single bytes" if cached is None else f"the one of {_NULL_TOKENIZER}"
+    logger.info("null: the tokenizer is %s", used)
     module = NullModel(tokenizer, cost)
     return LoadedModel(
         name=name,

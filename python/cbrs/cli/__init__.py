@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILURE
     except (InputError, ModelLoadError, ValueError) as error:
         return _report(error, EXIT_BAD_INPUT)
+    except ImportError as error:
+        # Only a hub id needs this module, and what looks like one may be a mistyped path.
+        is_hub_id = error.name == "huggingface_hub"
+        return _report(error, EXIT_BAD_INPUT if is_hub_id else EXIT_FAILURE)
     except Exception as error:
         return _report(error, EXIT_FAILURE)
     return exit_code

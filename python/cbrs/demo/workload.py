@@ -70,7 +70,7 @@ class DemoRequest:
 
     question: str
     num_output_tokens: int
-    """Exactly so many tokens are generated: end tokens are ignored, so that runs compare."""
+    """At most so many: an answer may end earlier by itself, as a real one does."""
     arrival_iteration: int
     """It arrives before this iteration of the engine, under every policy."""
 

@@ -5,14 +5,19 @@ from a Hugging Face `config.json` or from GGUF metadata; every number has been c
 limit before anything is sized by it, and settings that cbrs cannot apply are refused.
 """
 
-import warnings
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cbrs.models.fields import Fields
-from cbrs.models.rope import RopeScaling, read_rope_scaling, yarn_magnitude
+from cbrs.models.rope import (
+    RopeScaling,
+    read_rope_scaling,
+    require_full_rotation,
+    yarn_magnitude,
+)
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 """Hugging Face architecture names that can be loaded; both are the Llama architecture."""
@@ -24,7 +29,8 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_POSITIONS = 1 << 30
 _ABSENT_ID = 0xFFFFFFFF  # a GGUF special token id that means "none"
-_DTYPES = ("float32", "float16", "bfloat16")
+
+logger = logging.getLogger("cbrs")
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,7 @@ class ModelConfig:
 
     `vocab_size` counts the rows of the embedding, which may be more than the tokenizer knows.
     `sliding_window` w lets a token attend to itself and the w - 1 tokens before it; None is the
-    whole context. `eos_token_ids` end a sequence; `torch_dtype` is the type the weights were
-    stored in.
+    whole context. `eos_token_ids` end a sequence.
     """
 
     architecture: str
@@ -55,7 +60,6 @@ class ModelConfig:
     hidden_act: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    torch_dtype: str
     sliding_window: int | None = None
 
     @classmethod
@@ -98,7 +102,6 @@ class ModelConfig:
             hidden_act=_hf_activation(fields),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos or fields.token_ids("eos_token_id", vocab_size),
-            torch_dtype=_hf_dtype(fields),
             sliding_window=_hf_window(fields, architecture),
         )
 
@@ -110,7 +113,6 @@ class ModelConfig:
         *,
         tensor_shape: Callable[[str], tuple[int, ...]],
         tensor_names: Collection[str],
-        tensor_type: str = "float32",
     ) -> "ModelConfig":
         """Read the metadata of a GGUF file of the `llama` architecture.
 
@@ -160,7 +162,6 @@ class ModelConfig:
             hidden_act="silu",
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=tuple(dict.fromkeys(eos + eot)),
-            torch_dtype=tensor_type,
             sliding_window=fields.optional_integer("attention.sliding_window", 1, MAX_POSITIONS),
         )
 
@@ -218,24 +219,29 @@ def _hf_architecture(fields: Fields) -> str:
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config", "quantized safetensors are not supported")
     if fields.get("auto_map") is not None:
-        warnings.warn(
-            f"{fields.file}: auto_map names code of the checkpoint's own; cbrs never runs such "
-            f"code and uses its own {names[0]}",
-            stacklevel=2,
+        logger.warning(
+            "%s: auto_map names code of the checkpoint's own; cbrs never runs such code and uses "
+            "its own %s",
+            fields.file,
+            names[0],
         )
     return names[0]
 
 
 def _hf_rope(fields: Fields) -> Fields:
     """Return the rotary settings: `rope_parameters` (newer) or `rope_scaling` (older), or none."""
+    require_full_rotation(fields)
+    given: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         value = fields.get(key)
         if value is None:
             continue
         if not isinstance(value, dict):
             raise fields.error(key, f"{value!r} is not an object")
-        return Fields(value, fields.file)
-    return Fields({}, fields.file)
+        if given and value != given:
+            raise fields.error(key, "differs from rope_parameters, which is given as well")
+        given = value
+    return Fields(given, fields.file)
 
 
 def _hf_theta(fields: Fields) -> float:
@@ -247,14 +253,6 @@ def _hf_activation(fields: Fields) -> str:
     if name not in ("silu", "swish"):
         raise fields.error("hidden_act", f"{name!r} is not supported; only 'silu'")
     return "silu"
-
-
-def _hf_dtype(fields: Fields) -> str:
-    key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    name = fields.text(key, "float32")
-    if name not in _DTYPES:
-        raise fields.error(key, f"{name!r} is not supported; one of {', '.join(_DTYPES)}")
-    return name
 
 
 def _hf_window(fields: Fields, architecture: str) -> int | None:
@@ -273,6 +271,9 @@ def _hf_window(fields: Fields, architecture: str) -> int | None:
 def _gguf_rope(fields: Fields, positions: int) -> RopeScaling | None:
     kind = fields.text("rope.scaling.type", "none")
     if kind == "none":
+        for key in ("rope.scaling.factor", "rope.scale_linear"):
+            if fields.number(key, 0.0, 1e6, 1.0) not in (0.0, 1.0):
+                raise fields.error(key, "given without rope.scaling.type; linear or yarn is needed")
         return None
     if kind not in ("linear", "yarn"):
         raise fields.error("rope.scaling.type", f"{kind!r} is not supported; linear or yarn is")

@@ -21,6 +21,10 @@ from cbrs.models.fields import load_error
 
 SCRIPT = " The quick brown fox jumps over the lazy dog, and the small grey cat watches it all day."
 MAX_STEP_COST_S = 60.0
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def is_null(name: str) -> bool:
@@ -62,7 +66,6 @@ def null_config(vocab_size: int) -> ModelConfig:
         hidden_act="silu",
         bos_token_id=None,
         eos_token_ids=(),
-        torch_dtype="float32",
     )
 
 
@@ -70,9 +73,11 @@ class NullModel(nn.Module):
     """Holds the script and stands for the weights."""
 
     def __init__(self, tokenizer: Tokenizer | None, step_cost_s: float = 0.0) -> None:
-        """Script the tokens of `SCRIPT`; without a tokenizer, one of single bytes is built."""
+        """Script the tokens of `SCRIPT`; without a tokenizer, one of bytes is built."""
         super().__init__()
-        self.tokenizer = tokenizer or Tokenizer(_byte_tokenizer_json())
+        self.tokenizer = tokenizer or Tokenizer(
+            _byte_tokenizer_json(), chat_template=_CHAT_TEMPLATE
+        )
         self.vocab_size = self.tokenizer.vocab_size
         self.step_cost_s = step_cost_s
         script = self.tokenizer.encode(SCRIPT, add_special_tokens=False)

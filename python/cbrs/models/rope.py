@@ -15,6 +15,8 @@ from cbrs.models.fields import Fields
 
 _SUPPORTED = ("linear", "llama3", "yarn")
 _MAX_POSITIONS = 1 << 31
+# What a plain rotary setting may hold; anything else asks for a scaling.
+_PLAIN_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 Float32s = npt.NDArray[np.float32]
 
@@ -43,9 +45,10 @@ def read_rope_scaling(fields: Fields, max_position_embeddings: int) -> RopeScali
     """Read `rope_scaling` or `rope_parameters` of a Hugging Face config; None for plain rotary."""
     key = "rope_type" if fields.get("rope_type") is not None else "type"
     kind = fields.text(key, "default")
-    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-        raise fields.error("partial_rotary_factor", "only 1.0 is supported")
+    require_full_rotation(fields)
+    _refuse_nested(fields)
     if kind == "default":
+        _refuse_unused(fields, key)
         return None
     if kind == "dynamic":
         raise fields.error(
@@ -68,6 +71,26 @@ def read_rope_scaling(fields: Fields, max_position_embeddings: int) -> RopeScali
             raise fields.error("high_freq_factor", f"{high:g} is not above low_freq_factor {low:g}")
         return RopeScaling("llama3", factor, original, low, high)
     return _read_yarn(fields, factor, original)
+
+
+def require_full_rotation(fields: Fields) -> None:
+    """Refuse a model that rotates only a part of each head."""
+    if fields.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+        raise fields.error("partial_rotary_factor", "only 1.0 is supported")
+
+
+def _refuse_nested(fields: Fields) -> None:
+    for key, value in fields.values.items():
+        if isinstance(value, dict):
+            raise fields.error(key, "rotary settings by kind of layer are not supported")
+
+
+def _refuse_unused(fields: Fields, type_key: str) -> None:
+    """Refuse a parameter of a scaling where no scaling would be applied."""
+    for key, value in fields.values.items():
+        if key not in _PLAIN_KEYS and value is not None:
+            detail = f"without a scaling in {type_key}, it would have no effect; give one of "
+            raise fields.error(key, detail + ", ".join(_SUPPORTED))
 
 
 def _read_yarn(fields: Fields, factor: float, original: int) -> RopeScaling:

@@ -63,13 +63,6 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
-def bytes_per_block(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Return the bytes that one block takes over all layers, keys and values together."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
 def default_num_blocks(block_bytes: int, device: torch.device | str = "cpu") -> int:
     """Return how many blocks fit 25 % of the device's free memory, at most 4 GiB; at least 1."""
     budget = min(int(free_memory(device) * DEFAULT_MEMORY_FRACTION), DEFAULT_MAX_BYTES)

@@ -234,10 +234,6 @@ impl StepOutput {
         self.started_num_cached_tokens.clear();
     }
 
-    pub(crate) fn push_token(&mut self, request: RequestId, token: i32, finish: Option<FinishReason>, stop_id: i32) {
-        self.push(request, token, finish, stop_id);
-    }
-
     pub(crate) fn push_end(&mut self, request: RequestId, finish: FinishReason, detail: Option<Arc<str>>) {
         if let Some(text) = detail {
             self.details.push((self.request_ids.len() as u32, text));
@@ -245,7 +241,8 @@ impl StepOutput {
         self.push(request, -1, Some(finish), -1);
     }
 
-    fn push(&mut self, request: RequestId, token: i32, finish: Option<FinishReason>, stop_id: i32) {
+    /// Adds an event; -1 stands for no token and no stop id.
+    pub(crate) fn push(&mut self, request: RequestId, token: i32, finish: Option<FinishReason>, stop_id: i32) {
         self.request_ids.push(request.as_u64());
         self.choice_ids.push(0);
         self.token_ids.push(token);

@@ -1,6 +1,7 @@
 //! Limits and policy of one scheduler, checked once at construction.
 
 use crate::error::{Error, Result};
+use crate::request::MAX_STOP_TOKEN_IDS;
 
 /// Which requests run together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,7 +68,7 @@ pub struct SchedulerConfig {
     pub enable_prefix_caching: bool,
     /// Requests that may wait; one more is refused.
     pub queue_capacity: usize,
-    /// Prompt tokens that may wait in total; absent = no bound besides the requests'.
+    /// Prompt tokens that may wait in total; absent = no bound besides the requests' (2^39 in any case).
     pub max_queued_tokens: Option<u64>,
     /// Prompt tokens of one sequence in one step; absent = the token budget.
     pub max_prefill_chunk_tokens: Option<usize>,
@@ -130,6 +131,10 @@ impl SchedulerConfig {
         }
         if self.max_queued_tokens == Some(0) {
             return Err(Error::InvalidConfig { field: "max_queued_tokens", value: 0, expected: ">= 1" });
+        }
+        if self.eos_token_ids.len() > MAX_STOP_TOKEN_IDS {
+            let len = self.eos_token_ids.len();
+            return Err(Error::TooManyEntries { name: "eos_token_ids", len, limit: MAX_STOP_TOKEN_IDS });
         }
         let limit = self.vocab_size.map_or(1 << 31, i64::from);
         for (position, &token) in self.eos_token_ids.iter().enumerate() {

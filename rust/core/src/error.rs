@@ -10,7 +10,6 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A refusal: what was wrong, the limit, and what to do about it.
 #[derive(Debug, Clone, PartialEq, Error)]
-#[non_exhaustive]
 pub enum Error {
     /// A field of `SchedulerConfig` is out of range.
     #[error("{field} is {value}, but must be {expected}")]
@@ -21,6 +20,14 @@ pub enum Error {
         value: i64,
         /// The values that are allowed.
         expected: &'static str,
+    },
+    /// The tables that the limits need are larger than what the machine gives.
+    #[error("{what} need {bytes} bytes, which this machine does not give; lower these limits")]
+    OutOfMemory {
+        /// Which tables, and the limits that size them.
+        what: &'static str,
+        /// Their size.
+        bytes: usize,
     },
     /// `policy` names no built-in policy.
     #[error("unknown policy {name:?}; choose \"fcfs\" or \"static\"")]

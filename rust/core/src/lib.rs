@@ -15,7 +15,7 @@
 //!
 //! # Invariants
 //!
-//! Each module states its own, numbered. [`Scheduler::check_invariants`] is the same as code, and tests call it after every operation.
+//! A module that owns state names what holds for it. [`Scheduler::check_invariants`] is the same as code, and tests call it after every operation.
 
 pub mod admission;
 pub mod batch;

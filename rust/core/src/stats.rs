@@ -37,7 +37,7 @@ pub struct Stats {
     pub num_output_tokens: u64,
     /// Sequences that lost their blocks to others.
     pub num_preemptions: u64,
-    /// Tokens whose keys and values were computed again after a preemption.
+    /// Tokens whose keys and values a preempted sequence lost and has to compute again, counted when it is admitted again.
     pub num_recomputed_tokens: u64,
     /// Cached blocks that were reused for other content.
     pub num_evicted_blocks: u64,

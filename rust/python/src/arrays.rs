@@ -1,11 +1,13 @@
 //! Array hand-over: numpy views of memory that a scheduler owns, and integers and token ids from Python.
 //!
 //! A view's base object is the scheduler, so the memory lives as long as the view; the scheduler never reallocates what is
-//! lent this way. A view kept longer than its batch shows stale data, never freed memory.
+//! lent this way. A view kept longer than its batch shows stale data, never freed memory. Reading one while another thread is
+//! in `step` may show a mix of old and new numbers; nothing but plain numbers is ever lent. What the scheduler itself reads
+//! again (the block tables) is lent read-only.
 
 use cbrs_core::Error;
 use numpy::ndarray::{ArrayView1, ArrayView2};
-use numpy::{Element, PyArray1, PyArray2};
+use numpy::{Element, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
@@ -19,7 +21,7 @@ pub(crate) struct Lent<T> {
     len: usize,
 }
 
-// SAFETY: a plain address; it is only read while the GIL (or the free-threaded attach) is held, through a view that keeps its owner alive.
+// SAFETY: a plain address of numbers, which is only read through a view that keeps the owner of the memory alive.
 #[allow(unsafe_code)]
 unsafe impl<T: Sync> Send for Lent<T> {}
 // SAFETY: as above.
@@ -42,13 +44,15 @@ impl<T: Element> Lent<T> {
         }
     }
 
-    /// A view of shape `[len / columns, columns]` whose base is `owner`.
+    /// A read-only view of shape `[len / columns, columns]` whose base is `owner`.
     pub(crate) fn view_2d<'py>(&self, columns: usize, owner: Bound<'py, PyAny>) -> Bound<'py, PyArray2<T>> {
         // SAFETY: as in `view`; the shape has at most `len` elements.
         #[allow(unsafe_code)]
-        unsafe {
+        let view = unsafe {
             PyArray2::borrow_from_array(&ArrayView2::from_shape_ptr((self.len / columns, columns), self.ptr), owner)
-        }
+        };
+        view.readwrite().make_nonwriteable();
+        view
     }
 }
 

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{Lent, integer, token_ids};
+use crate::arrays::{Lent, token_ids};
 use crate::errors::to_py;
 use crate::scheduler::Scheduler;
 
@@ -231,7 +231,7 @@ impl Batch {
         PyArray1::from_slice(py, &self.freed_rows)
     }
 
-    /// int32 `[max_num_seqs, max_blocks]`: block ids by row; columns past a sequence's blocks are stale.
+    /// int32 `[max_num_seqs, max_blocks]`, read-only: block ids by row; columns past a sequence's blocks are stale.
     #[getter]
     fn block_tables(&self, py: Python<'_>) -> Py<PyArray2<i32>> {
         self.block_tables.view_2d(self.max_blocks, self.owner.bind(py).clone().into_any()).unbind()
@@ -507,7 +507,7 @@ fn result_token_ids(value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     token_ids(value, "token_ids")
 }
 
-/// Any iterable of truth values or numbers, as 0 and 1.
+/// Any iterable of truth values, as 0 and 1.
 fn flags(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    value.try_iter()?.map(|item| Ok(u8::from(integer(&item?, "row_error")? != 0))).collect()
+    value.try_iter()?.map(|item| Ok(u8::from(item?.is_truthy()?))).collect()
 }

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
+use crate::scheduler::read_seed;
 
 /// Limits and policy of one scheduler. Checked at construction; a wrong field raises `ValueError` naming it.
 ///
@@ -23,6 +24,15 @@ fn size(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<usize> {
 
 fn optional_size(value: Option<&Bound<'_, PyAny>>, field: &'static str) -> PyResult<Option<usize>> {
     value.map(|value| size(value, field)).transpose()
+}
+
+/// A vocabulary size; the core checks it, as far as it can be expressed.
+fn vocabulary(size: usize) -> PyResult<u32> {
+    let too_large = |_| {
+        let value = i64::try_from(size).unwrap_or(i64::MAX);
+        to_py(&Error::InvalidConfig { field: "vocab_size", value, expected: "in 1..=2147483648" })
+    };
+    u32::try_from(size).map_err(too_large)
 }
 
 /// A number from the operating system's randomness, by way of the standard library's hash keys.
@@ -52,7 +62,7 @@ impl SchedulerConfig {
         max_prefill_chunk_tokens: Option<&Bound<'_, PyAny>>,
         policy: &str,
         clock: &str,
-        seed: Option<u64>,
+        seed: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let defaults = cbrs_core::SchedulerConfig::default();
         let vocab_size = optional_size(vocab_size, "vocab_size")?;
@@ -62,14 +72,14 @@ impl SchedulerConfig {
             num_blocks: size(num_blocks, "num_blocks")?,
             max_model_len: size(max_model_len, "max_model_len")?,
             block_size: optional_size(block_size, "block_size")?.unwrap_or(defaults.block_size),
-            vocab_size: vocab_size.map(|size| u32::try_from(size).unwrap_or(u32::MAX)),
+            vocab_size: vocab_size.map(vocabulary).transpose()?,
             eos_token_ids: eos_token_ids.map(|ids| token_ids(ids, "eos_token_ids")).transpose()?.unwrap_or_default(),
             enable_prefix_caching,
             queue_capacity: optional_size(queue_capacity, "queue_capacity")?.unwrap_or(defaults.queue_capacity),
             max_queued_tokens: optional_size(max_queued_tokens, "max_queued_tokens")?.map(|size| size as u64),
             max_prefill_chunk_tokens: optional_size(max_prefill_chunk_tokens, "max_prefill_chunk_tokens")?,
             policy: Policy::from_name(policy).map_err(|error| to_py(&error))?,
-            seed: seed.unwrap_or_else(random_seed),
+            seed: seed.map(read_seed).transpose()?.unwrap_or_else(random_seed),
             hash_seed: random_seed(),
             ..defaults
         };

@@ -71,7 +71,9 @@ pub(crate) fn to_py(error: &Error) -> PyErr {
 fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let message = error.to_string();
     Ok(match error {
-        Error::InvalidConfig { .. } | Error::UnknownPolicy { .. } => PyValueError::new_err(message),
+        Error::InvalidConfig { .. } | Error::UnknownPolicy { .. } | Error::OutOfMemory { .. } => {
+            PyValueError::new_err(message)
+        }
         Error::QueueFull { .. } | Error::QueuedTokensFull { .. } => {
             let err = OverloadedError::new_err(message);
             err.value(py).setattr("retry_after_s", py.None())?;
@@ -85,7 +87,15 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         | Error::ResultToken { .. }
         | Error::ResultTokenStart { .. } => PyErr::from_type(step_error_class(py)?, message),
         Error::PromptTooLong { .. } => with_param(py, PyErr::from_type(prompt_too_long_class(py)?, message), error)?,
-        _ => with_param(py, PyErr::from_type(invalid_request_class(py)?, message), error)?,
+        Error::EmptyPrompt
+        | Error::TokenOutOfVocabulary { .. }
+        | Error::InvalidParameter { .. }
+        | Error::InvalidLength { .. }
+        | Error::TooManyEntries { .. }
+        | Error::Unsupported { .. }
+        | Error::BlockNotHeld { .. }
+        | Error::Tokenizer { .. }
+        | Error::ChatTemplate { .. } => with_param(py, PyErr::from_type(invalid_request_class(py)?, message), error)?,
     })
 }
 
@@ -109,8 +119,8 @@ fn param(error: &Error) -> Option<&'static str> {
 }
 
 /// A `StepError` with this message.
-pub(crate) fn step_error(py: Python<'_>, message: &'static str) -> PyErr {
-    step_error_class(py).map_or_else(|failure| failure, |class| PyErr::from_type(class, message))
+pub(crate) fn step_error(py: Python<'_>, message: &str) -> PyErr {
+    step_error_class(py).map_or_else(|failure| failure, |class| PyErr::from_type(class, message.to_owned()))
 }
 
 /// A `ModelLoadError` that names the file and the field at fault.

@@ -2,7 +2,7 @@
 //!
 //! 1. Submitting, cancelling and reading statistics never take the lock that a step holds.
 //! 2. A short step keeps the GIL; a long one, and every wait, gives it up. Nobody waits for the GIL while holding the lock.
-//! 3. After a panic in the core every call raises `EngineDeadError`.
+//! 3. After a panic in the core every call that needs the lock raises `EngineDeadError`, and closes the queue to new requests.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -107,9 +107,13 @@ impl Scheduler {
     }
 
     fn lock(&self) -> PyResult<MutexGuard<'_, cbrs_core::Scheduler>> {
-        self.core
-            .lock()
-            .map_err(|_| EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one"))
+        self.core.lock().map_err(|_| self.died())
+    }
+
+    /// A panic in the core left it in an unknown state: nothing may wait for it any more.
+    fn died(&self) -> PyErr {
+        self.submitter.close();
+        EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one")
     }
 
     fn begin_step(&self, py: Python<'_>) -> PyResult<Stepping<'_>> {
@@ -132,7 +136,7 @@ impl Scheduler {
         })
         .map_err(|error: Option<Error>| match error {
             Some(error) => to_py(&error),
-            None => EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one"),
+            None => self.died(),
         })
     }
 }
@@ -214,7 +218,7 @@ impl Scheduler {
             None => GivenResult::None,
             Some(result) => match result.cast::<StepResult>() {
                 Ok(result) => GivenResult::Full(result.clone()),
-                Err(_) => GivenResult::Tokens(token_ids(result, "result")?),
+                Err(_) => GivenResult::Tokens(sampled_tokens(result)?),
             },
         };
         loop {
@@ -233,15 +237,17 @@ impl Scheduler {
     /// Fails what the batch in flight touched: those requests end with `message` as their error, and nothing of the step is kept.
     ///
     /// Raises `StepError` if `step_id` is not the batch in flight.
-    fn fail(&self, step_id: u64, message: &str) -> PyResult<()> {
+    fn fail(&self, step_id: &Bound<'_, PyAny>, message: &str) -> PyResult<()> {
+        let step_id = number(step_id, "step_id")?.unwrap_or(u64::MAX);
         self.lock()?.fail(step_id, message).map_err(|error| to_py(&error))
     }
 
     /// Asks for the end of a request; its last event is `cancelled` unless it ends otherwise first. Any thread; O(1).
     ///
     /// Returns whether this was the first cancel of a live request; any other number does nothing.
-    fn cancel(&self, request_id: u64) -> bool {
-        self.submitter.cancel(RequestId::from_u64(request_id))
+    fn cancel(&self, request_id: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let id = number(request_id, "request_id")?.map(RequestId::from_u64);
+        Ok(id.is_some_and(|id| self.submitter.cancel(id)))
     }
 
     /// Ends a choice as `stop` after its first `num_tokens` output tokens, e.g. at a stop string; later tokens are dropped. Any thread.
@@ -250,13 +256,22 @@ impl Scheduler {
     #[pyo3(signature = (request_id, choice, num_tokens, stop_reason=None))]
     fn finish(
         &self,
-        request_id: u64,
-        choice: i32,
-        num_tokens: u32,
+        request_id: &Bound<'_, PyAny>,
+        choice: &Bound<'_, PyAny>,
+        num_tokens: &Bound<'_, PyAny>,
         stop_reason: Option<&Bound<'_, PyString>>,
     ) -> PyResult<bool> {
         let stop_reason = stop_reason.map(|text| text.to_str().map(Arc::from)).transpose()?;
-        Ok(self.submitter.finish(RequestId::from_u64(request_id), choice, num_tokens, stop_reason))
+        let id = number(request_id, "request_id")?.map(RequestId::from_u64);
+        // A choice that does not exist names nothing; more tokens than there are means all of them.
+        let choice = i32::try_from(integer(choice, "choice")?).unwrap_or(i32::MAX);
+        let num_tokens = integer(num_tokens, "num_tokens")?;
+        if num_tokens < 0 {
+            let value = num_tokens as f64;
+            return Err(to_py(&Error::InvalidParameter { name: "num_tokens", value, expected: ">= 0" }));
+        }
+        let num_tokens = u32::try_from(num_tokens).unwrap_or(u32::MAX);
+        Ok(id.is_some_and(|id| self.submitter.finish(id, choice, num_tokens, stop_reason)))
     }
 
     /// Sets the time of the following steps; only with `clock="manual"`.
@@ -314,6 +329,23 @@ fn refuse_later_parameters(later: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
     Ok(())
 }
 
+/// Reads a number that stands for something; `None` if no such thing can have it.
+fn number(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<u64>> {
+    if let Ok(number) = value.extract::<u64>() {
+        return Ok(Some(number));
+    }
+    integer(value, name).map(|_| None)
+}
+
+/// Reads the tokens given as a step's result; one that is no int32 is a wrong result.
+fn sampled_tokens(result: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
+    let py = result.py();
+    token_ids(result, "result").map_err(|err| {
+        let is_wrong = err.is_instance_of::<PyValueError>(py);
+        if is_wrong { step_error(py, &err.value(py).to_string()) } else { err }
+    })
+}
+
 /// Reads `max_tokens`; what is below 1 is refused by the core, which knows 0 as such.
 pub(crate) fn positive_max_tokens(value: &Bound<'_, PyAny>) -> PyResult<u64> {
     let value = integer(value, "max_tokens")?;
@@ -342,7 +374,7 @@ pub(crate) fn sampling_spec(
 }
 
 /// Reads any 64-bit seed, signed or not.
-fn read_seed(seed: &Bound<'_, PyAny>) -> PyResult<u64> {
+pub(crate) fn read_seed(seed: &Bound<'_, PyAny>) -> PyResult<u64> {
     if let Ok(seed) = seed.extract::<u64>() {
         return Ok(seed);
     }

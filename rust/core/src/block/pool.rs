@@ -48,7 +48,7 @@ impl BlockPool {
             ref_counts: vec![0; num_blocks],
             next: (1..=num_blocks as u32).map(|next| if next as usize == num_blocks { NONE } else { next }).collect(),
             prev: vec![NONE; num_blocks],
-            free_head: 0,
+            free_head: if num_blocks == 0 { NONE } else { 0 },
             lru_head: NONE,
             lru_tail: NONE,
             num_free: num_blocks,

@@ -129,7 +129,7 @@ impl Scheduler {
 
     /// Whether the first block that the request (with its `hits`) would compute is being filled in this plan by a sequence with the
     /// same prefix, and the request has not waited for that too often.
-    fn waits_for_block_in_flight(&self, slot: u32) -> bool {
+    fn waits_for_block_in_flight(&mut self, slot: u32) -> bool {
         let block_size = self.config.block_size;
         let request = self.request(slot);
         let index = self.hits.len();
@@ -139,6 +139,11 @@ impl Scheduler {
         if !is_candidate || !is_block_cacheable || !is_patient {
             return false;
         }
+        let hash = request.hashes[index];
+        if !self.may_be_filling(hash) {
+            return false;
+        }
+        let request = self.request(slot);
         let block = index * block_size..(index + 1) * block_size;
         self.chunks.iter().chain(&self.decodes).any(|planned| {
             let row = self.rows.get(planned.row);

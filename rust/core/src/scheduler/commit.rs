@@ -24,7 +24,9 @@ impl Scheduler {
         let Some(result) = result else {
             return if expected == 0 { Ok(()) } else { Err(Error::MissingResult { step_id, num_samples: expected }) };
         };
-        if let Some(got) = result.step_id {
+        // The result of a batch without sequences is empty, and may name its step.
+        let answers_empty_batch = !self.in_flight && result.token_ids.is_empty();
+        if let Some(got) = result.step_id.filter(|&got| !(answers_empty_batch && got == step_id)) {
             self.check_step_id(got)?;
         }
         if !self.in_flight && !result.token_ids.is_empty() {
@@ -147,7 +149,7 @@ impl Scheduler {
         } else {
             None
         };
-        self.output.push_token(id, token, finish, if is_stop_id { token } else { -1 });
+        self.output.push(id, token, finish, if is_stop_id { token } else { -1 });
         if let Some(reason) = finish {
             self.forget_request(id, reason);
         } else {

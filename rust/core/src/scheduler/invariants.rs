@@ -6,8 +6,7 @@ use super::{Scheduler, State};
 use crate::block::{BlockId, Parent};
 
 impl Scheduler {
-    /// Panics with what is wrong if an invariant does not hold. `O(blocks + live requests)`; for tests and debugging,
-    /// at a moment when no other thread submits.
+    /// Panics with what is wrong if an invariant does not hold. `O(blocks + live requests)`; for tests and debugging.
     ///
     /// Memory: each block is free, cached or used, and has as many holders as tables name it; tables cover what is computed and no more
     /// than is known; published chains are closed under prefix. Scheduling: rows, running and waiting lists name each live request
@@ -61,13 +60,9 @@ impl Scheduler {
             }
         }
         assert_eq!(self.num_preempted_waiting, num_preempted, "preempted requests are miscounted");
-        // The gate also counts what is still on its way through the queue.
+        // The gate also counts what is still on its way; that nothing leaks shows when it is drained.
         assert!(self.shared.gate.queued_requests() >= num_queued, "a reservation is missing");
         assert!(self.shared.gate.queued_tokens() >= num_queued_tokens, "a token reservation is missing");
-        if self.shared.queue.is_empty() {
-            assert_eq!(self.shared.gate.queued_requests(), num_queued, "a reservation leaked");
-            assert_eq!(self.shared.gate.queued_tokens(), num_queued_tokens, "a token reservation leaked");
-        }
     }
 
     fn check_rows(&self) {

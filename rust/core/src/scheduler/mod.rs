@@ -14,6 +14,7 @@
 mod admit;
 mod commit;
 mod control;
+mod filling;
 mod invariants;
 mod plan;
 mod preempt;
@@ -30,6 +31,7 @@ use crate::hash::PrefixHasher;
 use crate::request::{RequestId, SamplingSpec};
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
+use filling::Filling;
 
 use rows::Rows;
 pub use rows::SamplingRows;
@@ -146,6 +148,7 @@ pub struct Scheduler {
     stats: Stats,
     sink: Option<Box<dyn OutputSink>>,
     is_finished: bool,
+    filling: Filling,
     /// Scratch: blocks found for the request being admitted.
     hits: Vec<crate::block::BlockId>,
 }
@@ -166,9 +169,10 @@ impl Scheduler {
     /// Builds a scheduler with all its memory.
     ///
     /// # Errors
-    /// What `SchedulerConfig::validate` refuses.
+    /// What `SchedulerConfig::validate` refuses; `OutOfMemory` if the machine does not give what the limits need.
     pub fn new(config: SchedulerConfig) -> Result<Self> {
         let config = config.validate()?;
+        check_memory(&config)?;
         let shared = Arc::new(Shared::new(&config));
         let num_slots = shared.slots.capacity();
         // At most one token or end for each running sequence and one end for each live request in one step.
@@ -198,6 +202,7 @@ impl Scheduler {
             stats: Stats::default(),
             sink: None,
             is_finished: false,
+            filling: Filling::default(),
             hits: Vec::new(),
             config,
             shared,
@@ -283,15 +288,16 @@ impl Scheduler {
         self.in_flight
     }
 
-    /// Whether a step without news would neither report nor schedule anything.
-    pub fn is_idle(&self) -> bool {
-        !self.in_flight && self.running.is_empty() && self.waiting.len() == 0 && self.output.is_empty()
-    }
-
     /// Rough number of elementary operations that the next `step` has to do, to decide whether it counts as short.
+    ///
+    /// Cancels are not counted (each is O(1), besides giving back its blocks).
     pub fn estimated_work(&self) -> usize {
-        let chunk_tokens = self.config.max_num_batched_tokens.min(64 * (self.waiting.len() + self.shared.queue.len()));
-        self.running.len() + chunk_tokens / 16 + 8 * self.shared.queue.len()
+        let num_queued = self.shared.queue.len();
+        let num_waiting = self.waiting.len() + num_queued;
+        let num_ended = if self.shared.queue.is_closed() { num_waiting } else { 0 };
+        let num_admissible = num_waiting.min(self.rows.num_free() + self.running.len());
+        let chunk_tokens = self.config.max_num_batched_tokens.min(64 * num_admissible);
+        self.running.len() + chunk_tokens / 16 + 8 * (num_queued + num_ended)
     }
 
     /// The block pool, to look at.
@@ -345,4 +351,32 @@ impl Scheduler {
     fn is_static(&self) -> bool {
         self.config.policy == Policy::Static
     }
+}
+
+impl Drop for Scheduler {
+    /// Nobody will step again: submitters that outlive the scheduler are refused.
+    fn drop(&mut self) {
+        self.submitter().close();
+    }
+}
+
+/// Refuses limits whose tables the machine cannot give: an allocation that fails later would end the process.
+fn check_memory(config: &SchedulerConfig) -> Result<()> {
+    let table_entries = config.max_num_seqs.saturating_mul(config.max_blocks_per_seq());
+    let cache_entries = config.num_blocks.saturating_mul(config.block_size);
+    let tables = [
+        ("the block tables (max_num_seqs x max_model_len / block_size)", table_entries),
+        ("the token store of the prefix cache (num_blocks x block_size)", cache_entries),
+    ];
+    // All at once, as they will be held; given back here, and made (and zeroed by the system) by their owners.
+    let mut held = Vec::new();
+    for (what, num_entries) in tables {
+        let mut memory: Vec<i32> = Vec::new();
+        if memory.try_reserve_exact(num_entries).is_err() {
+            let bytes = num_entries.saturating_mul(size_of::<i32>());
+            return Err(Error::OutOfMemory { what, bytes });
+        }
+        held.push(memory);
+    }
+    Ok(())
 }

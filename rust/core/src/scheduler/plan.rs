@@ -7,10 +7,14 @@ impl Scheduler {
     pub(super) fn plan(&mut self) {
         self.close_gaps();
         self.step_id += 1;
-        self.current ^= 1;
+        // A call that waits plans several times: what it committed stays readable until it returns.
+        if self.batch().num_seqs() > 0 || !self.output().is_empty() {
+            self.current ^= 1;
+        }
         self.buffers[self.current].batch.clear();
         self.decodes.clear();
         self.chunks.clear();
+        self.filling.clear();
         let num_preemptions = self.stats.num_preemptions;
         if self.is_static() && self.running.is_empty() {
             self.admit_group();
@@ -84,6 +88,7 @@ impl Scheduler {
         let request = state.request.expect("only a row with a sequence is planned");
         let is_sampled = num_tokens == num_remaining;
         let planned = Planned { request, row, num_tokens: num_tokens as u32, is_sampled };
+        self.note_filling(planned);
         if num_tokens == 1 {
             self.decodes.push(planned);
         } else {
