@@ -8,6 +8,10 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+# Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. While anything else
+# wants a core, spinning ones make a step several times slower. An own choice of the user stands.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
