@@ -518,7 +518,7 @@ class OutputProcessor:
         cache_salt: str | None = None,
         index: int,
     ) -> int:
-        """Queues a request and returns its id; `index` comes back with the result. Never waits.
+        """Queues a request and returns its id; `index` comes back with the result.
 
         Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop
         strings

@@ -211,7 +211,7 @@ impl OutputProcessor {
         Ok(Self { inner, scheduler })
     }
 
-    /// Queues a request and returns its id; `index` comes back with the result. Any thread; never waits.
+    /// Queues a request and returns its id; `index` comes back with the result. Any thread; never waits for a step.
     ///
     /// Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop strings or one that has not 1
     /// to 256 characters; nothing is queued then.
