@@ -19,9 +19,10 @@ def drain(engine, max_steps=10_000):
     finished = {}
     for _ in range(max_steps):
         batch = engine.step()
+        is_done = engine.processor.num_live == 0
         for result in engine.processor.take_finished():
             finished[result.index] = result
-        if engine.processor.num_live == 0:
+        if is_done:
             return finished
         if batch.num_seqs == 0:
             for result in engine.processor.wait_finished(0.01):

@@ -7,7 +7,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import cbrs
 from cbrs.cli import demo, generate, pull
@@ -24,7 +25,11 @@ logger = logging.getLogger("cbrs")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits with 2 on bad arguments."""
     arguments = _make_parser().parse_args(argv)
-    _log_to_stderr(logging.DEBUG if arguments.verbose else logging.INFO)
+    with _logging_to_stderr(logging.DEBUG if arguments.verbose else logging.INFO):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         exit_code = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -60,12 +65,20 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _log_to_stderr(level: int) -> None:
+@contextmanager
+def _logging_to_stderr(level: int) -> Iterator[None]:
+    """Shows what the engine logs during one command; afterwards the set-up is as it was."""
+    before = logger.handlers[:], logger.propagate, logger.level
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLineFormatter(level))
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.handlers[:], logger.propagate = before[0], before[1]
+        logger.setLevel(before[2])
 
 
 class _OneLineFormatter(logging.Formatter):

@@ -224,7 +224,7 @@ impl Shared {
                 Progress::Ended => ended.extend(live.requests.remove(&id).map(LiveRequest::into_finished)),
             }
         }
-        drop(live);
+        // Before the lock is given back: once nothing is live, everything can be taken.
         self.finished.extend(ended);
     }
 
@@ -232,7 +232,6 @@ impl Shared {
         let mut live = self.lock_live();
         live.is_closed = true;
         let mut left: Vec<LiveRequest> = std::mem::take(&mut live.requests).into_values().collect();
-        drop(live);
         left.sort_unstable_by_key(LiveRequest::id);
         let ended = left.into_iter().map(|mut request| {
             self.submitter.cancel(RequestId::from_u64(request.id()));
