@@ -14,6 +14,7 @@ import kit
 import numpy as np
 import pytest
 import torch
+from scheduler_kit import make_scheduler
 
 import cbrs
 from cbrs import SamplingParams
@@ -69,14 +70,7 @@ def record_logits(llm):
 
 
 def small_scheduler(**options):
-    defaults = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "num_blocks": 16,
-        "max_model_len": 64,
-        "block_size": 4,
-    }
-    return cbrs.Scheduler(cbrs.SchedulerConfig(**{**defaults, **options}))
+    return make_scheduler(**{"max_num_batched_tokens": 64, "num_blocks": 16, **options})
 
 
 def run_to_end(scheduler, token=5, max_steps=1000):

@@ -9,24 +9,13 @@ import re
 import kit
 import numpy as np
 import pytest
+from scheduler_kit import make_scheduler
 
-import cbrs
 from cbrs import SamplingParams
 from cbrs.errors import InvalidRequestError, ModelLoadError
 from cbrs.loading import load_model
 
 PROMPT = [3] * 5
-
-
-def make_scheduler(**options):
-    defaults = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "num_blocks": 16,
-        "max_model_len": 64,
-        "block_size": 4,
-    }
-    return cbrs.Scheduler(cbrs.SchedulerConfig(**{**defaults, **options}))
 
 
 def assert_refused(scheduler, name, value, **others):
