@@ -5,7 +5,9 @@
 
 use std::sync::Arc;
 
+use crate::logprobs::{LogprobMatrix, LogprobRows};
 use crate::request::{FinishReason, RequestId};
+use crate::row_tables::NewRowTables;
 
 /// What runs in one step. `T` tokens, `S` sequences, `R` samples; names and dtypes are the array contract.
 ///
@@ -45,8 +47,22 @@ pub struct Batch {
     pub sample_rows: Vec<i32>,
     /// `[R]` index of the output token to be sampled, 0 for the first: the counter of its random number.
     pub sample_positions: Vec<i32>,
+    /// `[R]` choice of each sample within its request.
+    pub sample_choices: Vec<i32>,
+    /// `[P]` indices into `logits_index` of the prompt tokens whose log-probabilities are wanted.
+    pub prompt_logits_index: Vec<i32>,
+    /// `[P]` the token after each of them, whose log-probability it is.
+    pub prompt_target_ids: Vec<i32>,
+    /// `[P]` row of each of them.
+    pub prompt_rows: Vec<i32>,
+    /// `[P]` most likely ids wanted beside it.
+    pub num_prompt_logprobs: Vec<i32>,
+    /// Whether a sampled row has more parameters than temperature, `top_k`, `top_p` and `min_p`, or wants log-probabilities.
+    pub has_sampling_extras: bool,
     /// Rows that were given to a sequence by this plan.
     pub new_rows: Vec<i32>,
+    /// Ragged parameters of `new_rows`.
+    pub new_row_tables: NewRowTables,
     /// Rows that lost their sequence since the last plan.
     pub freed_rows: Vec<i32>,
     /// What changed in `block_tables` since the last plan.
@@ -70,6 +86,8 @@ impl Batch {
             sample_index: Vec::with_capacity(samples),
             sample_rows: Vec::with_capacity(samples),
             sample_positions: Vec::with_capacity(samples),
+            sample_choices: Vec::with_capacity(samples),
+            new_row_tables: NewRowTables::new(),
             new_rows: Vec::with_capacity(max_num_seqs),
             freed_rows: Vec::with_capacity(max_num_seqs),
             ..Self::default()
@@ -108,7 +126,14 @@ impl Batch {
         self.sample_index.clear();
         self.sample_rows.clear();
         self.sample_positions.clear();
+        self.sample_choices.clear();
+        self.prompt_logits_index.clear();
+        self.prompt_target_ids.clear();
+        self.prompt_rows.clear();
+        self.num_prompt_logprobs.clear();
+        self.has_sampling_extras = false;
         self.new_rows.clear();
+        self.new_row_tables.clear();
         self.freed_rows.clear();
         self.block_table_updates.clear();
     }
@@ -160,8 +185,13 @@ pub struct StepResult<'a> {
     pub token_ids: &'a [i32],
     /// `[R+1]` prefix sums of tokens per sample; absent = one each, and nothing else is supported by this version.
     pub token_start: Option<&'a [i32]>,
-    /// `[R]` nonzero = the row's logits were unusable: its request ends with an error, its neighbours go on.
+    /// `[R]` nonzero = no token could be drawn: the choice ends with an error, its neighbours go on. 1 = the logits were unusable (NaN),
+    /// 2 = the parameters exclude every token.
     pub row_error: Option<&'a [u8]>,
+    /// `[R, 1 + K]` what requests with `logprobs` want to know; needed if there is one among the samples.
+    pub logprobs: Option<LogprobMatrix<'a>>,
+    /// `[P, 1 + K]` the same for prompt tokens; needed if the batch asks for any.
+    pub prompt_logprobs: Option<LogprobMatrix<'a>>,
 }
 
 /// What one `step` has to tell: tokens and ends of the commit, cancels, and first admissions of the plan.
@@ -183,6 +213,16 @@ pub struct StepOutput {
     pub finish_reasons: Vec<u8>,
     /// `[E]` stop token id that ended the choice; -1 = none (EOS, stop string, other ends).
     pub stop_ids: Vec<i32>,
+    /// `[Q]` indices of the events whose tokens have log-probabilities, in ascending order; sparse.
+    pub logprob_events: Vec<i32>,
+    /// `[Q]` rows of log-probabilities.
+    pub logprobs: LogprobRows,
+    /// `[P]` requests that the rows of `prompt_logprobs` belong to.
+    pub prompt_logprob_requests: Vec<u64>,
+    /// `[P]` position of each row's token in the prompt, 1 or more.
+    pub prompt_logprob_positions: Vec<i32>,
+    /// `[P]` rows of log-probabilities of prompt tokens.
+    pub prompt_logprobs: LogprobRows,
     /// Stop string (finish reason `stop`) or message (finish reason `error`) by index of the event; sparse.
     pub details: Vec<(u32, Arc<str>)>,
     /// `[A]` requests that were admitted for the first time by this plan.
@@ -211,9 +251,9 @@ impl StepOutput {
         self.request_ids.len()
     }
 
-    /// Whether there is neither an event nor an admission.
+    /// Whether there is nothing to tell: no event, no admission, no log-probabilities of a prompt.
     pub fn is_empty(&self) -> bool {
-        self.request_ids.is_empty() && self.started_request_ids.is_empty()
+        self.request_ids.is_empty() && self.started_request_ids.is_empty() && self.prompt_logprobs.is_empty()
     }
 
     /// The stop string or error message of event `index`, if it has one.
@@ -229,22 +269,34 @@ impl StepOutput {
         self.token_ids.clear();
         self.finish_reasons.clear();
         self.stop_ids.clear();
+        self.logprob_events.clear();
+        self.logprobs.clear();
+        self.prompt_logprob_requests.clear();
+        self.prompt_logprob_positions.clear();
+        self.prompt_logprobs.clear();
         self.details.clear();
         self.started_request_ids.clear();
         self.started_num_cached_tokens.clear();
     }
 
-    pub(crate) fn push_end(&mut self, request: RequestId, finish: FinishReason, detail: Option<Arc<str>>) {
+    pub(crate) fn push_end(&mut self, request: RequestId, choice: i32, finish: FinishReason, detail: Option<Arc<str>>) {
         if let Some(text) = detail {
             self.details.push((self.request_ids.len() as u32, text));
         }
-        self.push(request, -1, Some(finish), -1);
+        self.push(request, choice, -1, Some(finish), -1);
     }
 
     /// Adds an event; -1 stands for no token and no stop id.
-    pub(crate) fn push(&mut self, request: RequestId, token: i32, finish: Option<FinishReason>, stop_id: i32) {
+    pub(crate) fn push(
+        &mut self,
+        request: RequestId,
+        choice: i32,
+        token: i32,
+        finish: Option<FinishReason>,
+        stop_id: i32,
+    ) {
         self.request_ids.push(request.as_u64());
-        self.choice_ids.push(0);
+        self.choice_ids.push(choice);
         self.token_ids.push(token);
         self.finish_reasons.push(finish.map_or(0, |reason| reason as u8));
         self.stop_ids.push(stop_id);

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::sampling::{SamplingSpec, check_bad_words, check_count, check_logit_bias, check_num_logprobs};
 
 /// Identity of a request: `generation << 32 | slot` in the fixed request table.
 ///
@@ -81,49 +82,10 @@ impl FinishReason {
     }
 }
 
-/// How the next token is drawn; handed to the sampler by row, never read by the scheduler.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SamplingSpec {
-    /// 0 = greedy.
-    pub temperature: f32,
-    /// Number of most likely ids kept; 0 or -1 = all.
-    pub top_k: i32,
-    /// Probability mass kept, in (0, 1].
-    pub top_p: f32,
-    /// Ids less likely than `min_p` times the most likely are dropped; in `[0, 1]`.
-    pub min_p: f32,
-    /// Key of the random numbers; absent = drawn from the scheduler's own seed and the order of arrival.
-    pub seed: Option<u64>,
-}
-
-impl Default for SamplingSpec {
-    fn default() -> Self {
-        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: None }
-    }
-}
-
-impl SamplingSpec {
-    fn validate(&self) -> Result<()> {
-        let check = |name, value: f32, ok: bool, expected| {
-            if value.is_finite() && ok {
-                Ok(())
-            } else {
-                Err(Error::InvalidParameter { name, value: f64::from(value), expected })
-            }
-        };
-        check("temperature", self.temperature, self.temperature >= 0.0, "finite and >= 0")?;
-        check("top_p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "in (0, 1]")?;
-        check("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "in [0, 1]")?;
-        if self.top_k < -1 {
-            let value = f64::from(self.top_k);
-            return Err(Error::InvalidParameter { name: "top_k", value, expected: ">= 1, or 0 or -1 for all" });
-        }
-        Ok(())
-    }
-}
-
 /// Most stop token ids that one request may have.
 pub const MAX_STOP_TOKEN_IDS: usize = 128;
+/// Most choices of one request.
+pub const MAX_CHOICES: u32 = 128;
 /// Longest tenant name and cache salt, in bytes.
 pub const MAX_LABEL_BYTES: usize = 256;
 
@@ -134,10 +96,14 @@ pub const MAX_LABEL_BYTES: usize = 256;
 /// let spec = RequestSpec { max_tokens: Some(16), ..RequestSpec::new(vec![1, 2, 3]) };
 /// assert_eq!(spec.prompt_token_ids.len(), 3);
 /// ```
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RequestSpec {
     /// Prompt, at least one id.
     pub prompt_token_ids: Vec<i32>,
+    /// Prompt tokens to keep, the last ones; -1 = as many as leave room for the output.
+    pub truncate_prompt_tokens: Option<i64>,
+    /// Outputs to generate, each with its own tokens and end.
+    pub n: u32,
     /// Output tokens at most; absent = what fits the context.
     pub max_tokens: Option<u64>,
     /// Ids that end the output besides EOS.
@@ -150,12 +116,57 @@ pub struct RequestSpec {
     pub cache_salt: Option<Arc<str>>,
     /// How tokens are drawn.
     pub sampling: SamplingSpec,
+    /// Added to the logits of these ids; in `[-100, 100]`. The last value of an id counts.
+    pub logit_bias: Vec<(i32, f32)>,
+    /// Token sequences that must not be generated.
+    pub bad_words_token_ids: Vec<Vec<i32>>,
+    /// Most likely ids to report with each prompt token but the first; 0 = the token itself only, absent = nothing.
+    pub prompt_logprobs: Option<u32>,
+}
+
+impl Default for RequestSpec {
+    fn default() -> Self {
+        Self {
+            prompt_token_ids: Vec::new(),
+            truncate_prompt_tokens: None,
+            n: 1,
+            max_tokens: None,
+            stop_token_ids: Vec::new(),
+            ignore_eos: false,
+            tenant: None,
+            cache_salt: None,
+            sampling: SamplingSpec::default(),
+            logit_bias: Vec::new(),
+            bad_words_token_ids: Vec::new(),
+            prompt_logprobs: None,
+        }
+    }
 }
 
 impl RequestSpec {
     /// A request for `prompt_token_ids` with default parameters.
     pub fn new(prompt_token_ids: Vec<i32>) -> Self {
         Self { prompt_token_ids, ..Self::default() }
+    }
+
+    /// Shortens the prompt as `truncate_prompt_tokens` says; afterwards that is absent.
+    ///
+    /// # Errors
+    /// `InvalidParameter` for 0 and below -1.
+    pub fn truncate_prompt(&mut self, max_model_len: usize) -> Result<()> {
+        let room = max_model_len.saturating_sub(usize::try_from(self.max_tokens.unwrap_or(1)).unwrap_or(usize::MAX));
+        let num_kept = match self.truncate_prompt_tokens.take() {
+            None => return Ok(()),
+            Some(-1) => room.max(1),
+            Some(count @ 1..) => usize::try_from(count).unwrap_or(usize::MAX),
+            Some(count) => {
+                let (name, value) = ("truncate_prompt_tokens", count as f64);
+                return Err(Error::InvalidParameter { name, value, expected: ">= 1, or -1 for what fits" });
+            }
+        };
+        let num_dropped = self.prompt_token_ids.len().saturating_sub(num_kept);
+        self.prompt_token_ids.drain(..num_dropped);
+        Ok(())
     }
 
     /// Checks everything that does not depend on load, and returns the effective `max_tokens`.
@@ -166,16 +177,31 @@ impl RequestSpec {
         if self.prompt_token_ids.is_empty() {
             return Err(Error::EmptyPrompt);
         }
+        if self.n == 0 || self.n > MAX_CHOICES {
+            return Err(Error::InvalidParameter { name: "n", value: f64::from(self.n), expected: "in 1..=128" });
+        }
         check_ids("prompt_token_ids", &self.prompt_token_ids, vocab_size)?;
+        check_count("stop_token_ids", self.stop_token_ids.len(), MAX_STOP_TOKEN_IDS)?;
         check_ids("stop_token_ids", &self.stop_token_ids, vocab_size)?;
-        if self.stop_token_ids.len() > MAX_STOP_TOKEN_IDS {
-            let len = self.stop_token_ids.len();
-            return Err(Error::TooManyEntries { name: "stop_token_ids", len, limit: MAX_STOP_TOKEN_IDS });
+        check_logit_bias(&self.logit_bias)?;
+        for &(id, _) in &self.logit_bias {
+            check_ids("logit_bias", &[id], vocab_size)?;
+        }
+        check_bad_words(&self.bad_words_token_ids)?;
+        for word in &self.bad_words_token_ids {
+            check_ids("bad_words", word, vocab_size)?;
         }
         self.sampling.validate()?;
+        check_num_logprobs("prompt_logprobs", self.prompt_logprobs)?;
         check_label("tenant", self.tenant.as_deref())?;
         check_label("cache_salt", self.cache_salt.as_deref())?;
-        self.effective_max_tokens(max_model_len)
+        let max_tokens = self.effective_max_tokens(max_model_len)?;
+        let min_tokens = self.sampling.min_tokens;
+        if min_tokens > max_tokens {
+            let value = f64::from(min_tokens);
+            return Err(Error::InvalidParameter { name: "min_tokens", value, expected: "at most max_tokens" });
+        }
+        Ok(max_tokens)
     }
 
     fn effective_max_tokens(&self, max_model_len: usize) -> Result<u32> {

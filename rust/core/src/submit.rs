@@ -107,10 +107,17 @@ impl Submitter {
     ///
     /// # Errors
     /// What `RequestSpec` can have wrong; `QueueFull`, `QueuedTokensFull`, `Closed`. Nothing stays behind.
-    pub fn submit(&self, spec: RequestSpec) -> Result<RequestId> {
+    pub fn submit(&self, mut spec: RequestSpec) -> Result<RequestId> {
         let shared = &*self.shared;
         if shared.queue.is_closed() {
             return Err(Error::Closed);
+        }
+        spec.truncate_prompt(shared.max_model_len)?;
+        if spec.n > 1 {
+            return Err(Error::Unsupported { name: "n" });
+        }
+        if spec.prompt_logprobs.is_some() {
+            return Err(Error::Unsupported { name: "prompt_logprobs" });
         }
         let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len)?;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u64;
@@ -171,6 +178,11 @@ impl Submitter {
     pub fn close(&self) {
         self.shared.queue.close();
         self.shared.waker.wake();
+    }
+
+    /// Longest prompt plus output of one choice.
+    pub fn max_model_len(&self) -> usize {
+        self.shared.max_model_len
     }
 
     /// Whether `close` was called.

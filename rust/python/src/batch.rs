@@ -11,6 +11,8 @@ use pyo3::types::PyTuple;
 
 use crate::arrays::{Lent, token_ids};
 use crate::errors::to_py;
+use crate::logprobs::{LogprobMatrix, Logprobs};
+use crate::row_tables::NewRowTables;
 use crate::scheduler::Scheduler;
 
 /// A lent array and the view of it, once somebody asked.
@@ -54,7 +56,14 @@ pub(crate) struct Batch {
     sample_index: Array<i32>,
     sample_rows: Array<i32>,
     sample_positions: Array<i32>,
+    sample_choices: Array<i32>,
+    prompt_logits_index: Vec<i32>,
+    prompt_target_ids: Vec<i32>,
+    prompt_rows: Vec<i32>,
+    num_prompt_logprobs: Vec<i32>,
+    has_sampling_extras: bool,
     new_rows: Vec<i32>,
+    new_row_tables: Option<Py<NewRowTables>>,
     freed_rows: Vec<i32>,
     updates: [Vec<i32>; 4],
     block_tables: Lent<i32>,
@@ -64,6 +73,11 @@ pub(crate) struct Batch {
     top_p: Array<f32>,
     min_p: Array<f32>,
     seeds: Array<u64>,
+    presence_penalty: Array<f32>,
+    frequency_penalty: Array<f32>,
+    repetition_penalty: Array<f32>,
+    min_tokens: Array<i32>,
+    num_logprobs: Array<i32>,
     outputs: Py<StepOutput>,
 }
 
@@ -93,7 +107,14 @@ impl Batch {
             sample_index: Array::new(&batch.sample_index),
             sample_rows: Array::new(&batch.sample_rows),
             sample_positions: Array::new(&batch.sample_positions),
+            sample_choices: Array::new(&batch.sample_choices),
+            prompt_logits_index: batch.prompt_logits_index.clone(),
+            prompt_target_ids: batch.prompt_target_ids.clone(),
+            prompt_rows: batch.prompt_rows.clone(),
+            num_prompt_logprobs: batch.num_prompt_logprobs.clone(),
+            has_sampling_extras: batch.has_sampling_extras,
             new_rows: batch.new_rows.clone(),
+            new_row_tables: NewRowTables::of(py, batch)?,
             freed_rows: batch.freed_rows.clone(),
             updates: [updates.rows.clone(), updates.first_columns.clone(), updates.start.clone(), updates.ids.clone()],
             block_tables: Lent::new(block_tables),
@@ -103,7 +124,12 @@ impl Batch {
             top_p: Array::new(&sampling.top_p),
             min_p: Array::new(&sampling.min_p),
             seeds: Array::new(&sampling.seeds),
-            outputs: Py::new(py, StepOutput::new(core.output(), owner.clone_ref(py)))?,
+            presence_penalty: Array::new(&sampling.presence_penalty),
+            frequency_penalty: Array::new(&sampling.frequency_penalty),
+            repetition_penalty: Array::new(&sampling.repetition_penalty),
+            min_tokens: Array::new(&sampling.min_tokens),
+            num_logprobs: Array::new(&sampling.num_logprobs),
+            outputs: Py::new(py, StepOutput::new(py, core.output(), owner.clone_ref(py))?)?,
             owner,
         })
     }
@@ -219,6 +245,48 @@ impl Batch {
         self.sample_positions.get(py, &self.owner)
     }
 
+    /// int32 `[R]`: choice of each sample within its request.
+    #[getter]
+    fn sample_choices(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.sample_choices.get(py, &self.owner)
+    }
+
+    /// int32 `[P]`: indices into `logits_index` of the prompt tokens whose log-probabilities are wanted.
+    #[getter]
+    fn prompt_logits_index<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, &self.prompt_logits_index)
+    }
+
+    /// int32 `[P]`: the token after each of them, whose log-probability it is.
+    #[getter]
+    fn prompt_target_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, &self.prompt_target_ids)
+    }
+
+    /// int32 `[P]`: row of each of them.
+    #[getter]
+    fn prompt_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, &self.prompt_rows)
+    }
+
+    /// int32 `[P]`: most likely ids wanted beside each of them.
+    #[getter]
+    fn num_prompt_logprobs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, &self.num_prompt_logprobs)
+    }
+
+    /// Whether a sampled row has more parameters than temperature, top_k, top_p and min_p, or wants log-probabilities.
+    #[getter]
+    fn has_sampling_extras(&self) -> bool {
+        self.has_sampling_extras
+    }
+
+    /// Ragged parameters of `new_rows`, handed over this once; None if none of them has any.
+    #[getter]
+    fn new_row_tables(&self, py: Python<'_>) -> Option<Py<NewRowTables>> {
+        self.new_row_tables.as_ref().map(|tables| tables.clone_ref(py))
+    }
+
     /// int32: rows that were given to a sequence by this plan (after `freed_rows`).
     #[getter]
     fn new_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
@@ -274,6 +342,36 @@ impl Batch {
         self.seeds.get(py, &self.owner)
     }
 
+    /// float32 `[max_num_seqs]`, by row; 0 = none.
+    #[getter]
+    fn presence_penalty(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
+        self.presence_penalty.get(py, &self.owner)
+    }
+
+    /// float32 `[max_num_seqs]`, by row; 0 = none.
+    #[getter]
+    fn frequency_penalty(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
+        self.frequency_penalty.get(py, &self.owner)
+    }
+
+    /// float32 `[max_num_seqs]`, by row; 1 = none.
+    #[getter]
+    fn repetition_penalty(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
+        self.repetition_penalty.get(py, &self.owner)
+    }
+
+    /// int32 `[max_num_seqs]`, by row: output tokens before which `NewRowTables.banned_ids` must not come.
+    #[getter]
+    fn min_tokens(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.min_tokens.get(py, &self.owner)
+    }
+
+    /// int32 `[max_num_seqs]`, by row: most likely ids to report with each output token; -1 = nothing.
+    #[getter]
+    fn num_logprobs(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
+        self.num_logprobs.get(py, &self.owner)
+    }
+
     /// What the `step` that returned this batch has to tell.
     #[getter]
     fn outputs(&self, py: Python<'_>) -> Py<StepOutput> {
@@ -302,11 +400,16 @@ pub(crate) struct StepOutput {
     started_request_ids: Array<u64>,
     started_num_cached_tokens: Array<i32>,
     details: Vec<(u32, Arc<str>)>,
+    logprob_events: Vec<i32>,
+    logprobs: Option<Py<Logprobs>>,
+    prompt_logprob_requests: Vec<u64>,
+    prompt_logprob_positions: Vec<i32>,
+    prompt_logprobs: Option<Py<Logprobs>>,
 }
 
 impl StepOutput {
-    fn new(output: &cbrs_core::StepOutput, owner: Py<Scheduler>) -> Self {
-        Self {
+    fn new(py: Python<'_>, output: &cbrs_core::StepOutput, owner: Py<Scheduler>) -> PyResult<Self> {
+        Ok(Self {
             owner,
             step_id: output.step_id,
             time_ns: output.time_ns,
@@ -318,7 +421,12 @@ impl StepOutput {
             started_request_ids: Array::new(&output.started_request_ids),
             started_num_cached_tokens: Array::new(&output.started_num_cached_tokens),
             details: output.details.clone(),
-        }
+            logprob_events: output.logprob_events.clone(),
+            logprobs: Logprobs::of(py, &output.logprobs)?,
+            prompt_logprob_requests: output.prompt_logprob_requests.clone(),
+            prompt_logprob_positions: output.prompt_logprob_positions.clone(),
+            prompt_logprobs: Logprobs::of(py, &output.prompt_logprobs)?,
+        })
     }
 
     fn entry<T: numpy::Element + Copy>(&self, py: Python<'_>, array: &Array<T>, index: usize) -> PyResult<T> {
@@ -393,6 +501,36 @@ impl StepOutput {
         self.stop_ids.get(py, &self.owner)
     }
 
+    /// int32 `[Q]`: indices of the events whose tokens have log-probabilities, ascending.
+    #[getter]
+    fn logprob_events<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, &self.logprob_events)
+    }
+
+    /// `Q` rows of log-probabilities; None without any.
+    #[getter]
+    fn logprobs(&self, py: Python<'_>) -> Option<Py<Logprobs>> {
+        self.logprobs.as_ref().map(|logprobs| logprobs.clone_ref(py))
+    }
+
+    /// uint64 `[P]`: requests that the rows of `prompt_logprobs` belong to.
+    #[getter]
+    fn prompt_logprob_requests<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
+        PyArray1::from_slice(py, &self.prompt_logprob_requests)
+    }
+
+    /// int32 `[P]`: position of each row's token in the prompt, 1 or more.
+    #[getter]
+    fn prompt_logprob_positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
+        PyArray1::from_slice(py, &self.prompt_logprob_positions)
+    }
+
+    /// `P` rows of log-probabilities of prompt tokens; None without any.
+    #[getter]
+    fn prompt_logprobs(&self, py: Python<'_>) -> Option<Py<Logprobs>> {
+        self.prompt_logprobs.as_ref().map(|logprobs| logprobs.clone_ref(py))
+    }
+
     /// uint64 `[A]`: requests admitted for the first time by this plan.
     #[getter]
     fn started_request_ids(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
@@ -438,13 +576,17 @@ impl StepOutput {
 
 /// Sampled tokens of one batch, with what else may be said about them.
 ///
-/// `logprobs`, `prompt_logprobs`, `draft_token_ids` and `step_time_ns` are part of the contract but not of this version.
+/// `logprobs` is `(token_ids int32 [R, 1 + K], values float32 [R, 1 + K], ranks int32 [R])`: the token itself, then the `K` most likely ids;
+/// `prompt_logprobs` is the same for the `P` prompt tokens of the batch. `draft_token_ids` and `step_time_ns` are part of the contract but
+/// not of this version.
 #[pyclass(frozen, module = "cbrs")]
 pub(crate) struct StepResult {
     step_id: u64,
     pub(crate) token_ids: Vec<i32>,
     token_start: Option<Vec<i32>>,
     row_error: Option<Vec<u8>>,
+    logprobs: Option<LogprobMatrix>,
+    prompt_logprobs: Option<LogprobMatrix>,
 }
 
 impl StepResult {
@@ -454,6 +596,8 @@ impl StepResult {
             token_ids: &self.token_ids,
             token_start: self.token_start.as_deref(),
             row_error: self.row_error.as_deref(),
+            logprobs: self.logprobs.as_ref().map(LogprobMatrix::as_core),
+            prompt_logprobs: self.prompt_logprobs.as_ref().map(LogprobMatrix::as_core),
         }
     }
 }
@@ -474,17 +618,21 @@ impl StepResult {
         draft_token_ids: Option<&Bound<'_, PyAny>>,
         step_time_ns: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let later = [
-            ("logprobs", logprobs),
-            ("prompt_logprobs", prompt_logprobs),
-            ("draft_token_ids", draft_token_ids),
-            ("step_time_ns", step_time_ns),
-        ];
+        let later = [("draft_token_ids", draft_token_ids), ("step_time_ns", step_time_ns)];
         if let Some(&(name, _)) = later.iter().find(|(_, value)| value.is_some()) {
             return Err(to_py(&Error::Unsupported { name }));
         }
         let token_start = token_start.map(|start| self::token_ids(start, "token_start")).transpose()?;
-        Ok(Self { step_id, token_ids, token_start, row_error: row_error.map(flags).transpose()? })
+        Ok(Self {
+            step_id,
+            token_ids,
+            token_start,
+            row_error: row_error.map(codes).transpose()?,
+            logprobs: logprobs.map(|matrix| LogprobMatrix::read(matrix, "logprobs")).transpose()?,
+            prompt_logprobs: prompt_logprobs
+                .map(|matrix| LogprobMatrix::read(matrix, "prompt_logprobs"))
+                .transpose()?,
+        })
     }
 
     #[getter]
@@ -507,7 +655,11 @@ fn result_token_ids(value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     token_ids(value, "token_ids")
 }
 
-/// Any iterable of truth values, as 0 and 1.
-fn flags(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-    value.try_iter()?.map(|item| Ok(u8::from(item?.is_truthy()?))).collect()
+/// Any iterable of truth values or codes; what is no code of its own counts as 1.
+fn codes(value: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    let code = |item: &Bound<'_, PyAny>| match item.extract::<u8>() {
+        Ok(code) => Ok(code),
+        Err(_) => item.is_truthy().map(u8::from),
+    };
+    value.try_iter()?.map(|item| code(&item?)).collect()
 }

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
-use crate::scheduler::read_seed;
+use crate::parameters::read_seed;
 
 /// Limits and policy of one scheduler. Checked at construction; a wrong field raises `ValueError` naming it.
 ///

@@ -6,6 +6,9 @@ mod config;
 mod cpu;
 mod errors;
 mod loading;
+mod logprobs;
+mod parameters;
+mod row_tables;
 mod scheduler;
 mod text;
 
@@ -26,6 +29,10 @@ mod _core {
     };
     #[pymodule_export]
     use crate::loading::{GgufFile, SafetensorsCheckpoint};
+    #[pymodule_export]
+    use crate::logprobs::Logprobs;
+    #[pymodule_export]
+    use crate::row_tables::NewRowTables;
     #[pymodule_export]
     use crate::scheduler::Scheduler;
     #[pymodule_export]

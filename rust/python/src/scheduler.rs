@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use cbrs_core::{Error, OutputSink, RequestId, RequestSpec, SamplingSpec, Submitter};
-use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use cbrs_core::{Error, OutputSink, RequestId, RequestSpec, Submitter};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
@@ -17,31 +17,12 @@ use crate::arrays::{integer, token_ids};
 use crate::batch::{Batch, StepResult};
 use crate::config::SchedulerConfig;
 use crate::errors::{EngineDeadError, step_error, to_py};
+use crate::parameters::{Parameters, positive_max_tokens};
 
 /// Steps estimated above this many elementary operations (about 100 microseconds) run without the GIL.
 const MAX_WORK_WITH_GIL: usize = 4096;
 /// Longest wait between two looks at pending signals.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Parameters that `submit` will know in a later version; giving one a value is an error until then.
-const LATER_PARAMETERS: [&str; 16] = [
-    "n",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "logprobs",
-    "prompt_logprobs",
-    "bad_words",
-    "priority",
-    "ttft_deadline_ms",
-    "deadline_ms",
-    "target_itl_ms",
-    "cache_key_extra",
-    "truncate_prompt_tokens",
-    "draft_token_ids",
-];
 
 /// Decides which tokens of which requests run together, once per iteration.
 ///
@@ -168,11 +149,12 @@ impl Scheduler {
 
     /// Queues a request and returns its id. Any thread; never waits.
     ///
-    /// `prompt_token_ids` is an int32 array (fastest) or any sequence of integers. An absent `max_tokens` means what fits `max_model_len`.
+    /// `prompt_token_ids` is an int32 array (fastest) or any sequence of integers; the other parameters are those of `SamplingParams` that do
+    /// not concern text, and `bad_words_token_ids`. An absent `max_tokens` means what fits `max_model_len`.
     /// Raises `InvalidRequestError`, `PromptTooLongError`, `OverloadedError` or `EngineClosedError`; nothing is queued then.
     #[pyo3(signature = (prompt_token_ids, max_tokens=None, stop_token_ids=None, ignore_eos=false, tenant=None, cache_salt=None,
-        *, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=None, **later))]
-    #[allow(clippy::too_many_arguments)] // the keyword arguments of the Python method
+        **parameters))]
+    #[allow(clippy::too_many_arguments)] // those that may be given by position
     fn submit(
         &self,
         prompt_token_ids: &Bound<'_, PyAny>,
@@ -181,14 +163,8 @@ impl Scheduler {
         ignore_eos: bool,
         tenant: Option<&str>,
         cache_salt: Option<&str>,
-        temperature: f64,
-        top_k: Option<&Bound<'_, PyAny>>,
-        top_p: f64,
-        min_p: f64,
-        seed: Option<&Bound<'_, PyAny>>,
-        later: Option<&Bound<'_, PyDict>>,
+        parameters: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<u64> {
-        refuse_later_parameters(later)?;
         let spec = RequestSpec {
             prompt_token_ids: token_ids(prompt_token_ids, "prompt_token_ids")?,
             max_tokens: max_tokens.map(positive_max_tokens).transpose()?,
@@ -196,7 +172,7 @@ impl Scheduler {
             ignore_eos,
             tenant: tenant.map(Arc::from),
             cache_salt: cache_salt.map(Arc::from),
-            sampling: sampling_spec(temperature, top_k, top_p, min_p, seed)?,
+            ..Parameters::read("submit", parameters)?.without_text()?
         };
         let id = self.submitter.submit(spec).map_err(|error| to_py(&error))?;
         Ok(id.as_u64())
@@ -317,18 +293,6 @@ impl Scheduler {
     }
 }
 
-fn refuse_later_parameters(later: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
-    for (key, value) in later.into_iter().flatten() {
-        let key = key.cast::<PyString>()?.to_str()?.to_owned();
-        match LATER_PARAMETERS.iter().find(|&&name| name == key) {
-            Some(&name) if !value.is_none() => return Err(to_py(&Error::Unsupported { name })),
-            Some(_) => {}
-            None => return Err(PyTypeError::new_err(format!("submit() got an unexpected keyword argument '{key}'"))),
-        }
-    }
-    Ok(())
-}
-
 /// Reads a number that stands for something; `None` if no such thing can have it.
 fn number(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<u64>> {
     if let Ok(number) = value.extract::<u64>() {
@@ -344,46 +308,4 @@ fn sampled_tokens(result: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
         let is_wrong = err.is_instance_of::<PyValueError>(py);
         if is_wrong { step_error(py, &err.value(py).to_string()) } else { err }
     })
-}
-
-/// Reads `max_tokens`; what is below 1 is refused by the core, which knows 0 as such.
-pub(crate) fn positive_max_tokens(value: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let value = integer(value, "max_tokens")?;
-    u64::try_from(value)
-        .map_err(|_| to_py(&Error::InvalidParameter { name: "max_tokens", value: value as f64, expected: ">= 1" }))
-}
-
-/// Reads the sampling parameters; the core checks them.
-pub(crate) fn sampling_spec(
-    temperature: f64,
-    top_k: Option<&Bound<'_, PyAny>>,
-    top_p: f64,
-    min_p: f64,
-    seed: Option<&Bound<'_, PyAny>>,
-) -> PyResult<SamplingSpec> {
-    let top_k = top_k.map_or(Ok(0), |top_k| integer(top_k, "top_k"))?;
-    // A top_k beyond int32 keeps everything, as one beyond the vocabulary does; one below -1 stays wrong.
-    let top_k = top_k.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
-    Ok(SamplingSpec {
-        temperature: temperature as f32,
-        top_k,
-        top_p: top_p as f32,
-        min_p: min_p as f32,
-        seed: seed.map(read_seed).transpose()?,
-    })
-}
-
-/// Reads any 64-bit seed, signed or not.
-pub(crate) fn read_seed(seed: &Bound<'_, PyAny>) -> PyResult<u64> {
-    if let Ok(seed) = seed.extract::<u64>() {
-        return Ok(seed);
-    }
-    match seed.extract::<i64>() {
-        Ok(seed) => Ok(seed as u64),
-        Err(err) if err.is_instance_of::<PyOverflowError>(seed.py()) => {
-            let value = seed.extract::<f64>().unwrap_or(f64::INFINITY);
-            Err(to_py(&Error::InvalidParameter { name: "seed", value, expected: "an integer of 64 bits" }))
-        }
-        Err(err) => Err(err),
-    }
 }

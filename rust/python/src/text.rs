@@ -1,16 +1,18 @@
 //! Tokenizers, detokenizing and the output processor as Python classes; every decision is made in `cbrs_text`.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cbrs_core::{Error, RequestSpec};
 use cbrs_text::{ChatRequest, ChatTemplate, StopStrings, TemplateLimits, TextStream};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
-use crate::scheduler::{Scheduler, positive_max_tokens, sampling_spec};
+use crate::parameters::Parameters;
+use crate::scheduler::Scheduler;
 
 mod finished;
 pub(crate) use finished::FinishedRequest;
@@ -169,38 +171,6 @@ pub(crate) struct OutputProcessor {
     scheduler: Py<Scheduler>,
 }
 
-/// The parameters of a request besides its prompt.
-struct Parameters<'a, 'py> {
-    max_tokens: Option<&'a Bound<'py, PyAny>>,
-    temperature: f64,
-    top_k: Option<&'a Bound<'py, PyAny>>,
-    top_p: f64,
-    min_p: f64,
-    seed: Option<&'a Bound<'py, PyAny>>,
-    stop: &'a [String],
-    stop_token_ids: Option<&'a Bound<'py, PyAny>>,
-    ignore_eos: bool,
-    tenant: Option<&'a str>,
-    cache_salt: Option<&'a str>,
-}
-
-impl Parameters<'_, '_> {
-    /// Everything but the prompt.
-    fn read(&self) -> PyResult<(RequestSpec, StopStrings)> {
-        let stop_token_ids = self.stop_token_ids.map(|ids| token_ids(ids, "stop_token_ids")).transpose()?;
-        let spec = RequestSpec {
-            prompt_token_ids: Vec::new(),
-            max_tokens: self.max_tokens.map(positive_max_tokens).transpose()?,
-            stop_token_ids: stop_token_ids.unwrap_or_default(),
-            ignore_eos: self.ignore_eos,
-            tenant: self.tenant.map(Arc::from),
-            cache_salt: self.cache_salt.map(Arc::from),
-            sampling: sampling_spec(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)?,
-        };
-        Ok((spec, StopStrings::new(self.stop).map_err(|error| to_py(&error))?))
-    }
-}
-
 #[pymethods]
 impl OutputProcessor {
     #[new]
@@ -213,85 +183,31 @@ impl OutputProcessor {
 
     /// Queues a request and returns its id; `index` comes back with the result. Any thread; never waits for a step.
     ///
-    /// Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop strings or one that has not 1
-    /// to 256 characters; nothing is queued then.
-    #[pyo3(signature = (prompt_token_ids, *, max_tokens=None, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=None,
-        stop=Vec::new(), stop_token_ids=None, ignore_eos=false, tenant=None, cache_salt=None, index))]
-    #[allow(clippy::too_many_arguments)] // the keyword arguments of the Python method
-    #[allow(clippy::needless_pass_by_value)] // what Python's list is read into
+    /// The parameters are those of `SamplingParams`. Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop
+    /// strings or one that has not 1 to 256 characters; nothing is queued then.
+    #[pyo3(signature = (prompt_token_ids, *, index, **parameters))]
     fn submit(
         &self,
         prompt_token_ids: &Bound<'_, PyAny>,
-        max_tokens: Option<&Bound<'_, PyAny>>,
-        temperature: f64,
-        top_k: Option<&Bound<'_, PyAny>>,
-        top_p: f64,
-        min_p: f64,
-        seed: Option<&Bound<'_, PyAny>>,
-        stop: Vec<String>,
-        stop_token_ids: Option<&Bound<'_, PyAny>>,
-        ignore_eos: bool,
-        tenant: Option<&str>,
-        cache_salt: Option<&str>,
         index: u64,
+        parameters: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<u64> {
-        let stop = &stop;
-        let parameters = Parameters {
-            max_tokens,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            stop,
-            stop_token_ids,
-            ignore_eos,
-            tenant,
-            cache_salt,
-        };
-        let (mut spec, stops) = parameters.read()?;
+        let (mut spec, stops) = read_parameters("submit", parameters)?;
         spec.prompt_token_ids = token_ids(prompt_token_ids, "prompt_token_ids")?;
         let id = self.inner.submit(spec, &stops, index, self.scheduler.get().now_ns());
         id.map(cbrs_core::RequestId::as_u64).map_err(|error| to_py(&error))
     }
 
     /// As `submit`, for a text: it is tokenized, with special tokens, by this thread and without the GIL.
-    #[pyo3(signature = (prompt, *, max_tokens=None, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, seed=None,
-        stop=Vec::new(), stop_token_ids=None, ignore_eos=false, tenant=None, cache_salt=None, index))]
-    #[allow(clippy::too_many_arguments)] // the keyword arguments of the Python method
-    #[allow(clippy::needless_pass_by_value)] // what Python's list is read into
+    #[pyo3(signature = (prompt, *, index, **parameters))]
     fn submit_text(
         &self,
         py: Python<'_>,
         prompt: &str,
-        max_tokens: Option<&Bound<'_, PyAny>>,
-        temperature: f64,
-        top_k: Option<&Bound<'_, PyAny>>,
-        top_p: f64,
-        min_p: f64,
-        seed: Option<&Bound<'_, PyAny>>,
-        stop: Vec<String>,
-        stop_token_ids: Option<&Bound<'_, PyAny>>,
-        ignore_eos: bool,
-        tenant: Option<&str>,
-        cache_salt: Option<&str>,
         index: u64,
+        parameters: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<u64> {
-        let stop = &stop;
-        let parameters = Parameters {
-            max_tokens,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            stop,
-            stop_token_ids,
-            ignore_eos,
-            tenant,
-            cache_salt,
-        };
-        let (spec, stops) = parameters.read()?;
+        let (spec, stops) = read_parameters("submit_text", parameters)?;
         let now_ns = self.scheduler.get().now_ns();
         py.detach(|| self.inner.submit_text(prompt, spec, &stops, index, now_ns))
             .map(cbrs_core::RequestId::as_u64)
@@ -336,4 +252,10 @@ impl OutputProcessor {
 
 fn wrap(finished: Vec<cbrs_text::FinishedRequest>) -> Vec<FinishedRequest> {
     finished.into_iter().map(FinishedRequest::new).collect()
+}
+
+fn read_parameters(function: &str, parameters: Option<&Bound<'_, PyDict>>) -> PyResult<(RequestSpec, StopStrings)> {
+    let Parameters { spec, text } = Parameters::read(function, parameters)?;
+    let text = text.unwrap_or_default();
+    Ok((spec, StopStrings::new(&text.stop).map_err(|error| to_py(&error))?))
 }

@@ -6,8 +6,9 @@
 //! 3. A preempted request comes before all that have not started, and is never passed.
 
 use super::rows::Row;
-use super::{Scheduler, State};
+use super::{Request, Scheduler, State};
 use crate::block::Parent;
+use crate::row_tables::NewRow;
 
 /// Steps that a request waits for a block in flight instead of computing it a second time.
 const MAX_DEFERRALS: u8 = 2;
@@ -178,14 +179,23 @@ impl Scheduler {
             may_publish,
             is_planned: false,
         });
-        self.rows.sampling.set(row, &request.sampling, request.seed);
+        let has_tables = !request.logit_bias.is_empty() || !request.bad_words.is_empty();
+        self.rows.sampling.set(row, &request.sampling, request.seed, has_tables);
         request.state = State::Running { row };
         self.waiting.remove(slot);
         self.take_blocks(row, num_new);
         self.enter_running(row);
-        self.buffers[self.current].batch.new_rows.push(row as i32);
+        self.introduce_row(slot, row);
         self.count_start(slot, num_hit_tokens);
         row
+    }
+
+    /// Tells the sampler what it has to know of the sequence in a new row.
+    fn introduce_row(&mut self, slot: u32, row: u32) {
+        let request = self.requests[slot as usize].as_ref().expect("a listed slot has a request");
+        let batch = &mut self.buffers[self.current].batch;
+        batch.new_rows.push(row as i32);
+        batch.new_row_tables.push(request.new_row(&self.config.eos_token_ids));
     }
 
     fn take_blocks(&mut self, row: u32, num_new: usize) {
@@ -223,5 +233,20 @@ impl Scheduler {
         self.stats.num_cached_prompt_tokens += u64::from(num_hit_tokens);
         self.output.started_request_ids.push(request.id.as_u64());
         self.output.started_num_cached_tokens.push(num_hit_tokens as i32);
+    }
+}
+
+impl Request {
+    fn new_row<'a>(&'a self, eos_token_ids: &'a [i32]) -> NewRow<'a> {
+        let needs_history = self.sampling.has_penalty() || !self.bad_words.is_empty();
+        let eos: &[i32] = if self.ignore_eos { &[] } else { eos_token_ids };
+        let banned = if self.sampling.min_tokens > 0 { [eos, &*self.stop_token_ids] } else { [&[] as &[i32]; 2] };
+        NewRow {
+            history: if needs_history { &self.tokens } else { &[] },
+            num_prompt_tokens: if needs_history { self.num_prompt_tokens as usize } else { 0 },
+            bias: &self.logit_bias,
+            banned,
+            bad_words: &self.bad_words,
+        }
     }
 }

@@ -6,6 +6,7 @@ use super::{Planned, Scheduler};
 use crate::batch::StepResult;
 use crate::block::{Parent, Published};
 use crate::error::{Error, Result};
+use crate::logprobs::LogprobMatrix;
 use crate::request::{FinishReason, RequestId};
 
 impl Scheduler {
@@ -39,6 +40,7 @@ impl Scheduler {
         if let Some(row_error) = result.row_error {
             check_len("row_error", row_error.len(), expected)?;
         }
+        self.check_logprobs(result)?;
         if let Some(token_start) = result.token_start {
             check_len("token_start", token_start.len(), expected + 1)?;
             let wrong = token_start.iter().enumerate().find(|&(position, &got)| got != position as i32);
@@ -47,6 +49,29 @@ impl Scheduler {
             }
         }
         self.check_tokens(result)
+    }
+
+    fn check_logprobs(&self, result: &StepResult<'_>) -> Result<()> {
+        let (step_id, batch) = (self.step_id, self.batch());
+        let check = |field, matrix: Option<LogprobMatrix<'_>>, num_rows, most: Option<i32>| match (matrix, most) {
+            (Some(matrix), _) => matrix.check(field, step_id, num_rows, most.map_or(0, |most| most as usize)),
+            (None, Some(_)) => Err(Error::ResultLength { field, step_id, expected: num_rows, got: 0 }),
+            (None, None) => Ok(()),
+        };
+        let wanted = || self.planned().filter(|planned| planned.is_sampled).map(|planned| self.num_logprobs(planned));
+        let most = if self.in_flight && batch.has_sampling_extras { wanted().max() } else { None };
+        check("logprobs", result.logprobs, batch.num_samples(), most.filter(|&most| most >= 0))?;
+        let most = batch.num_prompt_logprobs.iter().copied().max();
+        check("prompt_logprobs", result.prompt_logprobs, batch.num_prompt_logprobs.len(), most)
+    }
+
+    /// Most likely ids that a planned sequence's request wants with its tokens; -1 = nothing.
+    fn num_logprobs(&self, planned: &Planned) -> i32 {
+        self.rows.sampling.num_logprobs[planned.row as usize]
+    }
+
+    fn planned(&self) -> impl Iterator<Item = &Planned> {
+        self.decodes.iter().chain(&self.chunks)
     }
 
     fn check_tokens(&self, result: &StepResult<'_>) -> Result<()> {
@@ -80,29 +105,35 @@ impl Scheduler {
             // A sample belongs to a sequence even if the sequence has ended meanwhile.
             let token = planned.is_sampled.then(|| Sample {
                 token: result.token_ids[sample],
-                is_error: result.row_error.is_some_and(|row_error| row_error[sample] != 0),
+                error: result.row_error.map_or(0, |row_error| row_error[sample]),
+                index: sample,
             });
             sample += usize::from(planned.is_sampled);
             if self.rows.get(planned.row).request == Some(planned.request) {
-                self.commit_sequence(planned, token);
+                self.commit_sequence(planned, token, result.logprobs.as_ref());
             }
         }
         (self.decodes, self.chunks) = (decodes, chunks);
         self.close_gaps();
     }
 
-    fn commit_sequence(&mut self, planned: Planned, sample: Option<Sample>) {
+    fn commit_sequence(&mut self, planned: Planned, sample: Option<Sample>, logprobs: Option<&LogprobMatrix<'_>>) {
         let id = planned.request;
         let row = self.rows.get_mut(planned.row);
         row.is_planned = false;
         row.num_computed_tokens += planned.num_tokens;
-        if sample.is_some_and(|sample| sample.is_error) {
-            let message = Arc::from("the model gave no usable logits (NaN) for this sequence");
-            self.end_request(id, FinishReason::Error, Some(message));
+        if let Some(message) = sample.and_then(Sample::error_message) {
+            self.end_request(id, FinishReason::Error, Some(Arc::from(message)));
             return;
         }
         self.publish_blocks(planned.row, id);
         if let Some(sample) = sample {
+            let num_logprobs = self.num_logprobs(&planned);
+            if let Some(matrix) = logprobs.filter(|_| num_logprobs >= 0) {
+                // The next event is that of this token.
+                self.output.logprob_events.push(self.output.len() as i32);
+                self.output.logprobs.push_from(matrix, sample.index, num_logprobs as usize);
+            }
             self.append_token(planned.row, id, sample.token);
         }
     }
@@ -149,7 +180,7 @@ impl Scheduler {
         } else {
             None
         };
-        self.output.push(id, token, finish, if is_stop_id { token } else { -1 });
+        self.output.push(id, 0, token, finish, if is_stop_id { token } else { -1 });
         if let Some(reason) = finish {
             self.forget_request(id, reason);
         } else {
@@ -185,5 +216,18 @@ impl Scheduler {
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     token: i32,
-    is_error: bool,
+    /// Code of `StepResult::row_error`.
+    error: u8,
+    /// Its index among the samples of the batch.
+    index: usize,
+}
+
+impl Sample {
+    fn error_message(self) -> Option<&'static str> {
+        match self.error {
+            0 => None,
+            2 => Some("every token is excluded by bad_words, logit_bias or min_tokens; loosen them"),
+            _ => Some("the model gave no usable logits (NaN) for this sequence"),
+        }
+    }
 }

@@ -41,6 +41,8 @@ impl Scheduler {
             ignore_eos: spec.ignore_eos,
             seed: spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival)),
             sampling: spec.sampling,
+            logit_bias: spec.logit_bias.into_boxed_slice(),
+            bad_words: spec.bad_words_token_ids.into_boxed_slice(),
             root,
             root_hash,
             hashes,
@@ -87,7 +89,7 @@ impl Scheduler {
 
     /// Ends a request with an event that brings no token.
     pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason, detail: Option<Arc<str>>) {
-        self.output.push_end(id, reason, detail);
+        self.output.push_end(id, 0, reason, detail);
         self.forget_request(id, reason);
     }
 

@@ -28,7 +28,8 @@ use crate::block::{BlockPool, RootId};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::hash::PrefixHasher;
-use crate::request::{RequestId, SamplingSpec};
+use crate::request::RequestId;
+use crate::sampling::SamplingSpec;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
 use filling::Filling;
@@ -51,6 +52,8 @@ struct Request {
     stop_token_ids: Box<[i32]>,
     ignore_eos: bool,
     sampling: SamplingSpec,
+    logit_bias: Box<[(i32, f32)]>,
+    bad_words: Box<[Vec<i32>]>,
     seed: u64,
     root: RootId,
     root_hash: u64,

@@ -143,6 +143,8 @@ impl Scheduler {
             batch.logits_index.push(batch.token_ids.len() as i32 - 1);
             batch.sample_rows.push(planned.row as i32);
             batch.sample_positions.push((row.num_tokens - row.num_prompt_tokens) as i32);
+            batch.sample_choices.push(0);
+            batch.has_sampling_extras |= self.rows.sampling.has_extras[planned.row as usize];
         }
     }
 }

@@ -5,7 +5,8 @@
 //! 3. `num_tokens` and `last_token` mirror the request's token list so that a decode step reads one cache line per sequence.
 
 use crate::block::BlockId;
-use crate::request::{RequestId, SamplingSpec};
+use crate::request::RequestId;
+use crate::sampling::SamplingSpec;
 
 /// State of a running sequence.
 #[derive(Debug, Clone, Copy, Default)]
@@ -160,6 +161,18 @@ pub struct SamplingRows {
     pub min_p: Vec<f32>,
     /// Key of the random numbers.
     pub seeds: Vec<u64>,
+    /// In `[-2, 2]`, 0 = none.
+    pub presence_penalty: Vec<f32>,
+    /// In `[-2, 2]`, 0 = none.
+    pub frequency_penalty: Vec<f32>,
+    /// Above 0, 1 = none.
+    pub repetition_penalty: Vec<f32>,
+    /// Output tokens before which `NewRowTables::banned_ids` must not come.
+    pub min_tokens: Vec<i32>,
+    /// Most likely ids to report with each output token; -1 = nothing at all.
+    pub num_logprobs: Vec<i32>,
+    /// Whether the row has more than temperature, `top_k`, `top_p` and `min_p`.
+    pub(crate) has_extras: Vec<bool>,
 }
 
 impl SamplingRows {
@@ -170,16 +183,28 @@ impl SamplingRows {
             top_p: vec![1.0; max_num_seqs],
             min_p: vec![0.0; max_num_seqs],
             seeds: vec![0; max_num_seqs],
+            presence_penalty: vec![0.0; max_num_seqs],
+            frequency_penalty: vec![0.0; max_num_seqs],
+            repetition_penalty: vec![1.0; max_num_seqs],
+            min_tokens: vec![0; max_num_seqs],
+            num_logprobs: vec![-1; max_num_seqs],
+            has_extras: vec![false; max_num_seqs],
         }
     }
 
-    pub(crate) fn set(&mut self, row: u32, spec: &SamplingSpec, seed: u64) {
+    pub(crate) fn set(&mut self, row: u32, spec: &SamplingSpec, seed: u64, has_tables: bool) {
         let row = row as usize;
         self.temperature[row] = spec.temperature;
         self.top_k[row] = spec.top_k;
         self.top_p[row] = spec.top_p;
         self.min_p[row] = spec.min_p;
         self.seeds[row] = seed;
+        self.presence_penalty[row] = spec.presence_penalty;
+        self.frequency_penalty[row] = spec.frequency_penalty;
+        self.repetition_penalty[row] = spec.repetition_penalty;
+        self.min_tokens[row] = spec.min_tokens as i32;
+        self.num_logprobs[row] = spec.logprobs.map_or(-1, |count| count as i32);
+        self.has_extras[row] = has_tables || spec.has_penalty() || spec.min_tokens > 0 || spec.logprobs.is_some();
     }
 }
 

@@ -72,7 +72,16 @@ pub(crate) fn request(op: &Op) -> Option<(RequestSpec, Script)> {
     let stop_token_ids = stop.iter().copied().collect();
     let (max_tokens, ignore_eos) = (*max_tokens, *ignore_eos);
     let prompt_token_ids = prompt.clone();
-    let spec = RequestSpec { prompt_token_ids, max_tokens, stop_token_ids, ignore_eos, tenant, cache_salt, sampling };
+    let spec = RequestSpec {
+        prompt_token_ids,
+        max_tokens,
+        stop_token_ids,
+        ignore_eos,
+        tenant,
+        cache_salt,
+        sampling,
+        ..RequestSpec::default()
+    };
     let vocab_size = 2 + (script % 2) as i32;
     Some((spec, Script::Random { seed: *script, vocab_size, rare: (script % 8 < 5).then_some(EOS) }))
 }

@@ -91,6 +91,11 @@ fn copy(from: &StepOutput, to: &mut StepOutput) {
         token_ids,
         finish_reasons,
         stop_ids,
+        logprob_events,
+        logprobs,
+        prompt_logprob_requests,
+        prompt_logprob_positions,
+        prompt_logprobs,
         details,
         started_request_ids,
         started_num_cached_tokens,
@@ -102,6 +107,11 @@ fn copy(from: &StepOutput, to: &mut StepOutput) {
     to.token_ids.clone_from(token_ids);
     to.finish_reasons.clone_from(finish_reasons);
     to.stop_ids.clone_from(stop_ids);
+    to.logprob_events.clone_from(logprob_events);
+    to.logprobs.clone_from(logprobs);
+    to.prompt_logprob_requests.clone_from(prompt_logprob_requests);
+    to.prompt_logprob_positions.clone_from(prompt_logprob_positions);
+    to.prompt_logprobs.clone_from(prompt_logprobs);
     to.details.clone_from(details);
     to.started_request_ids.clone_from(started_request_ids);
     to.started_num_cached_tokens.clone_from(started_num_cached_tokens);

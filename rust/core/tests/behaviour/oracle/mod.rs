@@ -95,7 +95,7 @@ impl Oracle {
         self.model.commit(tokens, errors);
         let step_id = Some(self.scheduler.batch().step_id).filter(|_| self.scheduler.is_in_flight());
         let row_error = errors.iter().any(|&error| error != 0).then_some(errors);
-        let result = StepResult { step_id, token_ids: tokens, row_error, token_start: None };
+        let result = StepResult { step_id, token_ids: tokens, row_error, ..StepResult::default() };
         self.scheduler.step((!tokens.is_empty()).then_some(&result), self.now_ns).expect("the result is right");
         let output = self.scheduler.output();
         check_events(output, &std::mem::take(&mut self.model.events));
