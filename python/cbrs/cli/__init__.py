@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -127,6 +128,8 @@ class _OneLineFormatter(logging.Formatter):
 
 def _report(error: Exception, exit_code: int) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
+    if logger.isEnabledFor(logging.DEBUG):
+        # Not through the logger: a message may quote the input, and prompts are never logged.
+        traceback.print_exception(error)
     print(f"cbrs: error: {message}", file=sys.stderr)
-    logger.debug("traceback", exc_info=error)
     return exit_code
