@@ -69,4 +69,4 @@ def check_drained(llm: Any) -> None:
     llm.engine.scheduler.check_invariants()
     stats = llm.stats()
     assert stats["num_running"] == stats["num_waiting"] == stats["num_used_blocks"] == 0
-    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config.num_blocks
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config().num_blocks

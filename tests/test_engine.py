@@ -162,7 +162,7 @@ def test_the_loop_reads_as_schedule_forward_sample(make_llm):
             return np.full(len(batch.sample_index), 65, dtype=np.int32), None
 
     recorder = Recorder()
-    engine = Engine(llm.config, llm.engine.scheduler, llm.engine.processor, recorder, recorder)
+    engine = Engine(llm.config(), llm.engine.scheduler, llm.engine.processor, recorder, recorder)
     submit(engine, [1], max_tokens=2)
     assert drain(engine)[0].token_ids.tolist() == [65, 65]
     steps = [step for name, step in calls if name == "forward"]

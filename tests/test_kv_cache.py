@@ -77,7 +77,7 @@ def test_the_pool_is_printed_once_without_any_logging(make_llm, tiny, capsys):
     assert captured.out == ""
     # 20 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32.
     assert captured.err == "cbrs: KV pool of 20 blocks x 16 tokens = 0.2 MiB\n"
-    assert llm.config.kv_cache_bytes == llm.engine._runner.kv_cache.num_bytes
+    assert llm.config().kv_cache_bytes == llm.engine._runner.kv_cache.num_bytes
 
 
 def test_the_command_line_prints_the_pool_once_and_null_has_none(tiny, capsys):
