@@ -296,10 +296,10 @@ def test_null_follows_its_script_whatever_the_batch(name: str) -> None:
     tables = Tables(3, 64)
     batch = tables.batch([Chunk(0, [5], 3, "last"), Chunk(2, [1, 2, 3], 0, "last")])
     batch.sample_positions = np.array([2, len(script) + 1], dtype=np.int32)
-    tokens, errors = sampler.sample(runner.forward(batch), batch)
-    assert errors is None
-    assert tokens.dtype == np.int32
-    assert tokens.tolist() == [script[2], script[1]]
+    sampled = sampler.sample(runner.forward(batch), batch)
+    assert sampled.row_error is None
+    assert sampled.token_ids.dtype == np.int32
+    assert sampled.token_ids.tolist() == [script[2], script[1]]
     assert max(script) < loaded.vocab_size
 
 

@@ -38,6 +38,7 @@ __all__ = [
 __version__: str
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+LogprobMatrix: TypeAlias = tuple[Int32Array, npt.NDArray[np.float32], Int32Array]
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[SupportsIndex]
 
 class CbrsError(Exception):
@@ -291,9 +292,10 @@ class StepOutput:
 class StepResult:
     """Sampled tokens of one batch, with what else may be said about them.
 
-    `logprobs`, `prompt_logprobs`, `draft_token_ids` and `step_time_ns` are part of the contract but
-    not of
-    this version: a value for one of them raises `InvalidRequestError`.
+    `logprobs` is `(token_ids [R, 1 + K], values [R, 1 + K], ranks [R])`: the token itself, then the
+    `K` most likely ids; `prompt_logprobs` is the same for the `P` prompt tokens of the batch.
+    `draft_token_ids` and `step_time_ns` are part of the contract but not of this version: a value
+    for one of them raises `InvalidRequestError`.
     """
 
     def __new__(
@@ -302,8 +304,8 @@ class StepResult:
         token_ids: TokenIds,
         token_start: TokenIds | None = None,
         row_error: Iterable[Any] | None = None,
-        logprobs: None = None,
-        prompt_logprobs: None = None,
+        logprobs: LogprobMatrix | None = None,
+        prompt_logprobs: LogprobMatrix | None = None,
         draft_token_ids: None = None,
         step_time_ns: None = None,
     ) -> StepResult: ...

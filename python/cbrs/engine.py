@@ -59,8 +59,14 @@ class Engine:
         if batch.num_seqs > 0:
             try:
                 logits = self._runner.forward(batch)
-                token_ids, row_error = self._sampler.sample(logits, batch)
-                self._result = StepResult(batch.step_id, token_ids, row_error=row_error)
+                sampled = self._sampler.sample(logits, batch)
+                self._result = StepResult(
+                    batch.step_id,
+                    sampled.token_ids,
+                    row_error=sampled.row_error,
+                    logprobs=sampled.logprobs,
+                    prompt_logprobs=sampled.prompt_logprobs,
+                )
             except BaseException as error:
                 self._fail(batch, error)
                 if not is_failure(error):
