@@ -73,12 +73,13 @@ class RequestOutput:
     @classmethod
     def from_finished(cls, finished: FinishedRequest, prompt: str | None) -> RequestOutput:
         """Builds the result from what the output processor hands over."""
+        output = finished.outputs[0]
         completion = CompletionOutput(
-            index=0,
-            text=finished.text,
-            token_ids=finished.token_ids.tolist(),
-            finish_reason=finished.finish_reason,
-            stop_reason=finished.stop_reason,
+            index=output.index,
+            text=output.text,
+            token_ids=output.token_ids.tolist(),
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
         )
         return cls(
             request_id=str(finished.request_id),
@@ -103,5 +104,5 @@ def _metrics(finished: FinishedRequest) -> RequestMetrics:
         queue_time_s=since_arrival(finished.first_scheduled_time_s),
         time_to_first_token_s=since_arrival(finished.first_token_time_s),
         total_time_s=finished.finished_time_s - arrival,
-        inter_token_latencies_s=finished.inter_token_latencies_s.tolist(),
+        inter_token_latencies_s=finished.outputs[0].inter_token_latencies_s.tolist(),
     )
