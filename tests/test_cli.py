@@ -183,7 +183,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch, generate, option, f
     monkeypatch.setattr(
         cbrs.LLM,
         "generate",
-        lambda llm, *rest: seen.append(llm.config) or run(llm, *rest),
+        lambda llm, *rest: seen.append(llm.config()) or run(llm, *rest),
     )
     arguments = [option] if value is False else [option, str(value)]
     exit_code, _ = generate("--prompt", "a", *arguments)

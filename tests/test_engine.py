@@ -16,18 +16,18 @@ def submit(engine, prompt, index=0, **parameters):
 
 
 def drain(engine, max_steps=10_000):
-    """Steps until every live request has been handed over; returns the results by index."""
+    """Steps until every live request has been handed over; returns the outputs by index."""
     finished = {}
     for _ in range(max_steps):
         batch = engine.step()
         is_done = engine.processor.num_live == 0
         for result in engine.processor.take_finished():
-            finished[result.index] = result
+            finished[result.index] = result.outputs[0]
         if is_done:
             return finished
         if batch.num_seqs == 0:
             for result in engine.processor.wait_finished(0.01):
-                finished[result.index] = result
+                finished[result.index] = result.outputs[0]
     raise AssertionError("the engine does not come to an end")
 
 
@@ -163,7 +163,7 @@ def test_the_loop_reads_as_schedule_forward_sample(make_llm):
             return SampledTokens(np.full(len(batch.sample_index), 65, dtype=np.int32))
 
     recorder = Recorder()
-    engine = Engine(llm.config, llm.engine.scheduler, llm.engine.processor, recorder, recorder)
+    engine = Engine(llm.config(), llm.engine.scheduler, llm.engine.processor, recorder, recorder)
     submit(engine, [1], max_tokens=2)
     assert drain(engine)[0].token_ids.tolist() == [65, 65]
     steps = [step for name, step in calls if name == "forward"]

@@ -134,14 +134,17 @@ def test_a_result_has_text_ids_reasons_and_times():
     prompt = np.array([5, 6, 7], np.int32)
     request = processor.submit(prompt, max_tokens=3, index=11)
     (result,) = run(scheduler, processor, byte_ids("né"))
-    assert (result.request_id, result.index, result.text) == (request, 11, "né")
-    assert result.token_ids.dtype == result.prompt_token_ids.dtype == np.int32
-    assert result.token_ids.tolist() == byte_ids("né")
+    assert (result.request_id, result.index) == (request, 11)
     assert result.prompt_token_ids.tolist() == [5, 6, 7]
-    assert (result.finish_reason, result.stop_reason, result.error) == ("length", None, None)
-    assert result.num_cached_tokens == 0
+    assert (result.error, result.prompt_logprobs, result.num_cached_tokens) == (None, None, 0)
     assert result.arrival_time_s == result.first_token_time_s == result.finished_time_s == 0.0
-    assert result.inter_token_latencies_s.tolist() == [0.0, 0.0]
+    (output,) = result.outputs
+    assert (output.index, output.text, output.token_ids.tolist()) == (0, "né", byte_ids("né"))
+    assert output.token_ids.dtype == result.prompt_token_ids.dtype == np.int32
+    assert (output.finish_reason, output.stop_reason, output.error) == ("length", None, None)
+    assert output.first_token_time_s == 0.0
+    assert output.inter_token_latencies_s.tolist() == [0.0, 0.0]
+    assert output.logprobs is output.cumulative_logprob is output.num_logprobs is None
     assert "index=11" in repr(result)
 
 
@@ -159,8 +162,9 @@ def test_how_an_output_ends(options, text, num_tokens, reason):
     scheduler, processor = make_processor()
     processor.submit_text("a", index=0, **options)
     (result,) = run(scheduler, processor, [*byte_ids("hello world"), kit.EOS])
-    assert (result.text, len(result.token_ids)) == (text, num_tokens)
-    assert (result.finish_reason, result.stop_reason) == reason
+    (output,) = result.outputs
+    assert (output.text, len(output.token_ids)) == (text, num_tokens)
+    assert (output.finish_reason, output.stop_reason) == reason
 
 
 def test_e06_a_cancel_beside_a_stop_string_gives_exactly_one_end():
@@ -171,8 +175,9 @@ def test_e06_a_cancel_beside_a_stop_string_gives_exactly_one_end():
         canceller.start()
         (result,) = run(scheduler, processor, byte_ids("hello "))
         canceller.join()
-        assert result.finish_reason in ("stop", "cancelled")
-        assert result.finish_reason == "cancelled" or result.text == "hel"
+        (output,) = result.outputs
+        assert output.finish_reason in ("stop", "cancelled")
+        assert output.finish_reason == "cancelled" or output.text == "hel"
         assert processor.take_finished() == []
 
 
@@ -182,7 +187,7 @@ def test_e19_a_second_round_has_its_own_results():
         for index in range(start, start + 5):
             processor.submit([2, 3], max_tokens=index % 3 + 1, index=index)
         results = run(scheduler, processor, byte_ids("abc"), 5)
-        texts = {result.index: result.text for result in results}
+        texts = {result.index: result.outputs[0].text for result in results}
         assert texts == {index: "abc"[: index % 3 + 1] for index in range(start, start + 5)}
 
 
@@ -224,8 +229,12 @@ def test_closing_ends_the_thread_and_keeps_results():
     scheduler.step(np.array([2, 2], np.int32))
     processor.close()
     processor.close()
-    assert [(r.index, r.finish_reason) for r in processor.take_finished(1)] == [(0, "length")]
-    assert [(r.index, r.finish_reason) for r in processor.take_finished()] == [(1, "cancelled")]
+    assert [(r.index, r.outputs[0].finish_reason) for r in processor.take_finished(1)] == [
+        (0, "length")
+    ]
+    assert [(r.index, r.outputs[0].finish_reason) for r in processor.take_finished()] == [
+        (1, "cancelled")
+    ]
     assert processor.wait_finished(TIMEOUT_S) == []
     with pytest.raises(EngineClosedError):
         processor.submit([2], index=2)
@@ -245,7 +254,7 @@ def test_closing_the_scheduler_ends_every_live_request_once():
         assert more, f"{len(results)} of 6 have ended"
         results += more
     assert sorted(result.index for result in results) == list(range(6))
-    assert {result.finish_reason for result in results} == {"cancelled", "error"}
+    assert {result.outputs[0].finish_reason for result in results} == {"cancelled", "error"}
     assert processor.num_live == 0
 
 

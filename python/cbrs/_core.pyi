@@ -4,7 +4,7 @@ documentation.
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, ClassVar, Literal, SupportsIndex, TypeAlias, final
+from typing import Any, ClassVar, Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,15 @@ __all__ = [
     "DeadlineExceededError",
     "EngineClosedError",
     "EngineDeadError",
+    "FinishedChoice",
     "FinishedRequest",
     "GgufFile",
     "IncrementalDetokenizer",
     "InvalidRequestError",
+    "Logprobs",
     "ModelLoadError",
+    "NewRowTables",
+    "OutputChannel",
     "OutputProcessor",
     "OverloadedError",
     "PromptTooLongError",
@@ -31,6 +35,7 @@ __all__ = [
     "StepOutput",
     "StepResult",
     "Tokenizer",
+    "Update",
     "__version__",
     "cpu_features",
 ]
@@ -38,8 +43,49 @@ __all__ = [
 __version__: str
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
-LogprobMatrix: TypeAlias = tuple[Int32Array, npt.NDArray[np.float32], Int32Array]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[SupportsIndex]
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
+LogprobArrays: TypeAlias = tuple[Int32Array, Float32Array, Int32Array]
+
+class _SamplingParameters(TypedDict, total=False):
+    """Parameters of a request that may be given by name only; None leaves a default in place."""
+
+    n: SupportsIndex | None
+    min_tokens: SupportsIndex | None
+    temperature: float | None
+    top_k: SupportsIndex | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: dict[int, float] | None
+    bad_words_token_ids: Iterable[TokenIds] | None
+    logprobs: SupportsIndex | None
+    prompt_logprobs: SupportsIndex | None
+    truncate_prompt_tokens: SupportsIndex | None
+    priority: None
+    ttft_deadline_ms: None
+    deadline_ms: None
+    target_itl_ms: None
+    cache_key_extra: None
+    draft_token_ids: None
+
+class _RequestParameters(_SamplingParameters, total=False):
+    """All parameters of a request with text."""
+
+    max_tokens: SupportsIndex | None
+    stop: str | Iterable[str] | None
+    stop_token_ids: TokenIds | None
+    ignore_eos: bool | None
+    include_stop_str_in_output: bool | None
+    bad_words: str | Iterable[str] | None
+    skip_special_tokens: bool | None
+    detokenize: bool | None
+    tenant: str | None
+    cache_salt: str | None
 
 class CbrsError(Exception):
     """Base of every error that cbrs raises."""
@@ -137,7 +183,8 @@ class SchedulerConfig:
 class Batch:
     """What runs in one step, as flat arrays.
 
-    `T` tokens, `S` sequences, `L` rows of logits, `R` samples.
+    `T` tokens, `S` sequences, `L` rows of logits, `R` samples, `P` prompt tokens whose
+    log-probabilities are wanted.
 
     Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns;
     do not write to them.
@@ -200,6 +247,31 @@ class Batch:
     def sample_positions(self) -> Int32Array:
         """int32 `[R]`: index of the output token to be sampled, 0 for the first."""
     @property
+    def sample_choices(self) -> Int32Array:
+        """int32 `[R]`: choice of each sample within its request."""
+    @property
+    def prompt_logits_index(self) -> Int32Array:
+        """int32 `[P]`: indices into `logits_index` of prompt tokens whose log-probabilities are
+        wanted.
+        """
+    @property
+    def prompt_target_ids(self) -> Int32Array:
+        """int32 `[P]`: the token after each of them, whose log-probability it is."""
+    @property
+    def prompt_rows(self) -> Int32Array:
+        """int32 `[P]`: row of each of them."""
+    @property
+    def num_prompt_logprobs(self) -> Int32Array:
+        """int32 `[P]`: most likely ids wanted beside each of them."""
+    @property
+    def has_sampling_extras(self) -> bool:
+        """Whether a sampled row has more parameters than temperature, top_k, top_p and min_p, or
+        wants log-probabilities.
+        """
+    @property
+    def new_row_tables(self) -> NewRowTables | None:
+        """Ragged parameters of `new_rows`, handed over this once; None if none of them has any."""
+    @property
     def new_rows(self) -> Int32Array:
         """int32: rows that were given to a sequence by this plan (after `freed_rows`)."""
     @property
@@ -234,8 +306,98 @@ class Batch:
     def seeds(self) -> npt.NDArray[np.uint64]:
         """uint64 `[max_num_seqs]`, by row: key of the random numbers."""
     @property
+    def presence_penalty(self) -> Float32Array:
+        """float32 `[max_num_seqs]`, by row; 0 = none."""
+    @property
+    def frequency_penalty(self) -> Float32Array:
+        """float32 `[max_num_seqs]`, by row; 0 = none."""
+    @property
+    def repetition_penalty(self) -> Float32Array:
+        """float32 `[max_num_seqs]`, by row; 1 = none."""
+    @property
+    def min_tokens(self) -> Int32Array:
+        """int32 `[max_num_seqs]`, by row: output tokens before which `NewRowTables.banned_ids` must
+        not come.
+        """
+    @property
+    def num_logprobs(self) -> Int32Array:
+        """int32 `[max_num_seqs]`, by row: most likely ids to report with each output token; -1 =
+        nothing.
+        """
+    @property
     def outputs(self) -> StepOutput:
         """What the `step` that returned this batch has to tell."""
+
+@final
+class NewRowTables:
+    """Ragged sampling parameters of the rows that a plan gave out, aligned with `Batch.new_rows`.
+
+    Each table is offsets `[N+1]` (`N` rows) and the values of all rows. A resumed sequence has a
+    new row and brings its history.
+    """
+
+    @property
+    def history_start(self) -> Int32Array:
+        """int32 `[N+1]`: offsets into `history_ids`."""
+    @property
+    def history_ids(self) -> Int32Array:
+        """int32: prompt and generated tokens known by now; of rows with a penalty or bad words
+        only.
+        """
+    @property
+    def history_num_prompt(self) -> Int32Array:
+        """int32 `[N]`: how many of a row's history are the prompt's."""
+    @property
+    def bias_start(self) -> Int32Array:
+        """int32 `[N+1]`: offsets into `bias_ids` and `bias_values`."""
+    @property
+    def bias_ids(self) -> Int32Array:
+        """int32: ids whose logits are changed; an id that comes twice counts with its last
+        value.
+        """
+    @property
+    def bias_values(self) -> Float32Array:
+        """float32: what is added to them."""
+    @property
+    def banned_start(self) -> Int32Array:
+        """int32 `[N+1]`: offsets into `banned_ids`."""
+    @property
+    def banned_ids(self) -> Int32Array:
+        """int32: ids that must not come before `Batch.min_tokens` output tokens."""
+    @property
+    def bad_words_start(self) -> Int32Array:
+        """int32 `[N+1]`: offsets into the words, which `bad_word_start` describes."""
+    @property
+    def bad_word_start(self) -> Int32Array:
+        """int32 `[W+1]`: offsets of each word into `bad_word_ids`."""
+    @property
+    def bad_word_ids(self) -> Int32Array:
+        """int32: tokens of all bad words."""
+    def __len__(self) -> int:
+        """Return len(self)."""
+
+@final
+class Logprobs:
+    """Log-probabilities of a list of tokens.
+
+    Row `i` has the entries `start[i]:start[i + 1]`: the token itself, then the most likely ids,
+    most likely first.
+    """
+
+    @property
+    def start(self) -> Int32Array:
+        """int32 `[N+1]`: offsets."""
+    @property
+    def token_ids(self) -> Int32Array:
+        """int32: ids of all rows."""
+    @property
+    def values(self) -> Float32Array:
+        """float32: natural logarithms of their probabilities."""
+    @property
+    def ranks(self) -> Int32Array:
+        """int32 `[N]`: rank of each row's token; 1 = the most likely."""
+    def __len__(self) -> int:
+        """Return len(self)."""
 
 @final
 class StepOutput:
@@ -270,6 +432,21 @@ class StepOutput:
     def stop_ids(self) -> Int32Array:
         """int32 `[E]`: stop token id that ended the choice; -1 = none."""
     @property
+    def logprob_events(self) -> Int32Array:
+        """int32 `[Q]`: indices of the events whose tokens have log-probabilities, ascending."""
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """`Q` rows of log-probabilities; None without any."""
+    @property
+    def prompt_logprob_requests(self) -> npt.NDArray[np.uint64]:
+        """uint64 `[P]`: requests that the rows of `prompt_logprobs` belong to."""
+    @property
+    def prompt_logprob_positions(self) -> Int32Array:
+        """int32 `[P]`: position of each row's token in the prompt, 1 or more."""
+    @property
+    def prompt_logprobs(self) -> Logprobs | None:
+        """`P` rows of log-probabilities of prompt tokens; None without any."""
+    @property
     def started_request_ids(self) -> npt.NDArray[np.uint64]:
         """uint64 `[A]`: requests admitted for the first time by this plan."""
     @property
@@ -293,7 +470,10 @@ class StepResult:
     """Sampled tokens of one batch, with what else may be said about them.
 
     `logprobs` is `(token_ids [R, 1 + K], values [R, 1 + K], ranks [R])`: the token itself, then the
-    `K` most likely ids; `prompt_logprobs` is the same for the `P` prompt tokens of the batch.
+    `K` most likely ids, where `K` is the largest `num_logprobs` of the batch; each row is read only
+    as far as it asked. It is needed if a sampled row asked. `prompt_logprobs` is the same for the
+    `P` prompt tokens of the batch. A row with a `row_error` gets no token and ends with an error:
+    1 (or True) = its logits were unusable, 2 = its parameters exclude every token.
     `draft_token_ids` and `step_time_ns` are part of the contract but not of this version: a value
     for one of them raises `InvalidRequestError`.
     """
@@ -304,8 +484,8 @@ class StepResult:
         token_ids: TokenIds,
         token_start: TokenIds | None = None,
         row_error: Iterable[Any] | None = None,
-        logprobs: LogprobMatrix | None = None,
-        prompt_logprobs: LogprobMatrix | None = None,
+        logprobs: LogprobArrays | None = None,
+        prompt_logprobs: LogprobArrays | None = None,
         draft_token_ids: None = None,
         step_time_ns: None = None,
     ) -> StepResult: ...
@@ -336,19 +516,14 @@ class Scheduler:
         ignore_eos: bool = False,
         tenant: str | None = None,
         cache_salt: str | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: SupportsIndex | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        **later: None,
+        **parameters: Unpack[_SamplingParameters],
     ) -> int:
         """Queues a request and returns its id. Any thread; never waits.
 
-        An absent `max_tokens` means what fits `max_model_len`. Raises `InvalidRequestError`,
-        `PromptTooLongError`,
-        `OverloadedError` or `EngineClosedError`; nothing is queued then.
+        The parameters are those of `SamplingParams` that do not concern text, and
+        `bad_words_token_ids`. An absent `max_tokens` means what fits `max_model_len`. Raises
+        `InvalidRequestError`, `PromptTooLongError`, `OverloadedError` or `EngineClosedError`;
+        nothing is queued then.
         """
     def step(self, result: StepResult | TokenIds | None = None, block: bool = False) -> Batch:
         """Commits the result of the last batch and plans the next, in one call.
@@ -413,9 +588,17 @@ class Tokenizer:
     def decode(self, ids: TokenIds, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that form no character become U+FFFD."""
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation: `messages` are dicts with a `role` and a `content`."""
+        """The prompt of a conversation: `messages` are dicts with a `role` and a `content`.
+
+        `tools` are tool descriptions, `variables` what else the template reads, e.g.
+        `enable_thinking`; both as they would stand in JSON.
+        """
     @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included: the highest id plus one."""
@@ -429,7 +612,9 @@ class IncrementalDetokenizer:
     """Turns token ids into text one at a time, up to a stop string.
 
     The pieces joined are the text of all ids. `prompt_token_ids` make the text a continuation: a
-    leading space stays, and a character that the prompt left unfinished is completed.
+    leading space stays, and a character that the prompt left unfinished is completed. Stop strings
+    are looked for after the first `min_tokens` tokens; the one that ends the text belongs to it
+    only with `include_stop_str_in_output`.
     """
 
     def __new__(
@@ -437,6 +622,8 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         stop: Sequence[str] = ...,
+        include_stop_str_in_output: bool = False,
+        min_tokens: SupportsIndex = 0,
         skip_special_tokens: bool = True,
         prompt_token_ids: TokenIds | None = None,
     ) -> IncrementalDetokenizer: ...
@@ -464,21 +651,18 @@ class FinishedRequest:
         """Number given at submission."""
     @property
     def prompt_token_ids(self) -> Int32Array:
-        """The prompt, int32."""
+        """The prompt as it was run, int32."""
     @property
-    def token_ids(self) -> Int32Array:
-        """The output with the token that ended it, int32."""
+    def outputs(self) -> list[FinishedChoice]:
+        """The outputs, by choice."""
     @property
-    def text(self) -> str:
-        """The output as text: up to the stop string, without EOS or a stop token."""
-    @property
-    def finish_reason(self) -> Literal["stop", "length", "cancelled", "error"]: ...
-    @property
-    def stop_reason(self) -> int | str | None:
-        """The stop token id or stop string that ended the output; None for EOS and other ends."""
+    def prompt_logprobs(self) -> Logprobs | None:
+        """One row for each prompt token but the first; None without `prompt_logprobs`, or if the
+        prompt was not read to its end.
+        """
     @property
     def error(self) -> str | None:
-        """Why the request failed; None unless `finish_reason` is "error"."""
+        """Why the first failed choice failed; None if none did."""
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache at the first admission."""
@@ -490,13 +674,128 @@ class FinishedRequest:
         """When the request was first planned; None if it ended while it waited."""
     @property
     def first_token_time_s(self) -> float | None:
-        """When the first token came; None without one."""
+        """When the first token of any choice came; None without one."""
     @property
     def finished_time_s(self) -> float:
         """When the request ended."""
+
+@final
+class FinishedChoice:
+    """One output of a request. Times are seconds on the scheduler's clock."""
+
     @property
-    def inter_token_latencies_s(self) -> npt.NDArray[np.float32]:
+    def index(self) -> int:
+        """Number of the choice."""
+    @property
+    def token_ids(self) -> Int32Array:
+        """The output with the token that ended it, int32."""
+    @property
+    def text(self) -> str:
+        """The output as text: up to the stop string, without EOS or a stop token."""
+    @property
+    def finish_reason(self) -> FinishReason: ...
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token id or stop string that ended the output; None for EOS and other ends."""
+    @property
+    def error(self) -> str | None:
+        """Why the output failed; None unless `finish_reason` is "error"."""
+    @property
+    def first_token_time_s(self) -> float | None:
+        """When the first token came; None without one."""
+    @property
+    def inter_token_latencies_s(self) -> Float32Array:
         """Seconds between one output token and the next, float32; one fewer than tokens."""
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """One row for each of `token_ids`; None without `num_logprobs`."""
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' own log-probabilities; None without `num_logprobs`."""
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely ids that were asked for with each token; None = nothing was."""
+
+@final
+class OutputChannel:
+    """Output as it comes, for one reader such as an event loop.
+
+    Pass it to `OutputProcessor.submit`; its `fileno()` is readable while there is something to
+    `take()`. A reader that is slow costs the memory of what it has not taken, and nobody's time.
+    Dropping a channel closes it.
+    """
+
+    def __new__(cls) -> OutputChannel: ...
+    def fileno(self) -> int:
+        """The file descriptor to wait for; it stays the channel's: do not read or close it.
+
+        Raises `ValueError` after `close` and in a forked child.
+        """
+    def take(self) -> list[Update]:
+        """Takes all updates in the order in which they came; [] if there are none. Never waits."""
+    def close(self) -> None:
+        """Drops what was not taken and cancels the requests that would have sent more."""
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will come any more: it was closed, or this is a forked child."""
+
+@final
+class Update:
+    """What is new about one choice of a request. Times are seconds on the scheduler's clock.
+
+    The updates of a choice joined are what its `FinishedChoice` would say.
+    """
+
+    @property
+    def request_id(self) -> int:
+        """Id that the scheduler gave."""
+    @property
+    def index(self) -> int:
+        """Number given at submission."""
+    @property
+    def choice(self) -> int:
+        """Number of the choice."""
+    @property
+    def text(self) -> str:
+        """New text: "" while a character, or what could become a stop string, is incomplete."""
+    @property
+    def token_ids(self) -> list[int]:
+        """New tokens; [] if the choice has only ended."""
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """One row for each of `token_ids`; None without `logprobs`."""
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the choice ended; None while it goes on."""
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token id or stop string that ended the choice; None for EOS and other ends."""
+    @property
+    def error(self) -> str | None:
+        """Why the choice failed; None unless `finish_reason` is "error"."""
+    @property
+    def prompt_token_ids(self) -> Int32Array | None:
+        """The prompt, int32, with the request's first update; otherwise None."""
+    @property
+    def prompt_logprobs(self) -> Logprobs | None:
+        """One row for each prompt token but the first, with the request's first update; None
+        without `prompt_logprobs`.
+        """
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache at the first admission."""
+    @property
+    def arrival_time_s(self) -> float:
+        """When the request was submitted."""
+    @property
+    def first_scheduled_time_s(self) -> float | None:
+        """When the request was first planned; None if it ended while it waited."""
+    @property
+    def time_s(self) -> float:
+        """When this came."""
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last update of its request."""
 
 @final
 class OutputProcessor:
@@ -507,41 +806,25 @@ class OutputProcessor:
         self,
         prompt_token_ids: TokenIds,
         *,
-        max_tokens: SupportsIndex | None = None,
-        temperature: float = 1.0,
-        top_k: SupportsIndex | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: Sequence[str] = ...,
-        stop_token_ids: TokenIds | None = None,
-        ignore_eos: bool = False,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
         index: int,
+        channel: OutputChannel | None = None,
+        **parameters: Unpack[_RequestParameters],
     ) -> int:
         """Queues a request and returns its id; `index` comes back with the result.
 
-        Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop
-        strings
-        or one that has not 1 to 256 characters; nothing is queued then.
+        With a `channel` its output goes there as it comes, otherwise it is kept as one
+        `FinishedRequest`. The parameters are those of `SamplingParams`. Raises what
+        `Scheduler.submit` raises, `InvalidRequestError` for text parameters out of bounds or
+        without the tokenizer that they need, and `EngineClosedError` for a closed channel; nothing
+        is queued then.
         """
     def submit_text(
         self,
         prompt: str,
         *,
-        max_tokens: SupportsIndex | None = None,
-        temperature: float = 1.0,
-        top_k: SupportsIndex | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: Sequence[str] = ...,
-        stop_token_ids: TokenIds | None = None,
-        ignore_eos: bool = False,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
         index: int,
+        channel: OutputChannel | None = None,
+        **parameters: Unpack[_RequestParameters],
     ) -> int:
         """As `submit`, for a text: tokenized by this thread, without the GIL."""
     def take_finished(self, max: SupportsIndex = 0) -> list[FinishedRequest]:

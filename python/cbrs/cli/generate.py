@@ -60,7 +60,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with LLM(**given(arguments, EngineConfig, but="seed")) as llm:
         prompts = [_to_token_ids(item, llm) for item in items]
         params = [
-            _bounded(replace(base, **item.sampling), llm.config.max_model_len - len(prompt))
+            _bounded(replace(base, **item.sampling), llm.config().max_model_len - len(prompt))
             for item, prompt in zip(items, prompts, strict=True)
         ]
         started = time.monotonic()

@@ -158,7 +158,7 @@ def _answers(
 ) -> "list[Answer]":
     from cbrs.demo.html import Answer
 
-    return [Answer(workload[index].question, results[index].text) for index in _SHOWN]
+    return [Answer(workload[index].question, results[index].outputs[0].text) for index in _SHOWN]
 
 
 def _write_pictures(

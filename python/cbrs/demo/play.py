@@ -93,12 +93,13 @@ class Player:
         result = self._finished[index]
         if result.first_token_time_s is None:
             raise RuntimeError(f"request {index + 1} got no token: {result.error}")
+        (output,) = result.outputs
         return RequestTimes(
             arrival_iteration=self._workload[index].arrival_iteration,
-            num_output_tokens=len(result.token_ids),
+            num_output_tokens=len(output.token_ids),
             num_cached_tokens=result.num_cached_tokens,
             time_to_first_token_s=result.first_token_time_s - result.arrival_time_s,
-            inter_token_latencies_s=result.inter_token_latencies_s.tolist(),
+            inter_token_latencies_s=output.inter_token_latencies_s.tolist(),
         )
 
     def _duration_s(self) -> float:

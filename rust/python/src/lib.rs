@@ -36,7 +36,9 @@ mod _core {
     #[pymodule_export]
     use crate::scheduler::Scheduler;
     #[pymodule_export]
-    use crate::text::{FinishedRequest, IncrementalDetokenizer, OutputProcessor, Tokenizer};
+    use crate::text::{
+        FinishedChoice, FinishedRequest, IncrementalDetokenizer, OutputChannel, OutputProcessor, Tokenizer, Update,
+    };
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 

@@ -56,6 +56,11 @@ pub(crate) struct Logprobs {
 }
 
 impl Logprobs {
+    /// Takes over rows, which may be none; `None` if nothing was asked for.
+    pub(crate) fn wrap(py: Python<'_>, rows: Option<cbrs_core::LogprobRows>) -> PyResult<Option<Py<Self>>> {
+        rows.map(|inner| Py::new(py, Self { inner })).transpose()
+    }
+
     /// A copy of `rows`; `None` if there are none.
     pub(crate) fn of(py: Python<'_>, rows: &cbrs_core::LogprobRows) -> PyResult<Option<Py<Self>>> {
         if rows.is_empty() { Ok(None) } else { Py::new(py, Self { inner: rows.clone() }).map(Some) }

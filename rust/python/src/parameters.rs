@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use cbrs_core::{Error, RequestSpec};
+use cbrs_text::{StopStrings, TextSpec};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -27,6 +28,19 @@ pub(crate) struct TextParameters {
     pub(crate) skip_special_tokens: bool,
     /// Make text at all.
     pub(crate) detokenize: bool,
+}
+
+impl TextParameters {
+    /// Checks and prepares them.
+    pub(crate) fn into_spec(self) -> PyResult<TextSpec> {
+        Ok(TextSpec {
+            stops: StopStrings::new(&self.stop).map_err(|error| to_py(&error))?,
+            include_stop_str_in_output: self.include_stop_str_in_output,
+            bad_words: self.bad_words,
+            skip_special_tokens: self.skip_special_tokens,
+            detokenize: self.detokenize,
+        })
+    }
 }
 
 impl Default for TextParameters {
@@ -62,7 +76,8 @@ impl Parameters {
             let key = key.cast::<PyString>()?;
             let name = key.to_str()?;
             let is_known = this.set(name, &value).map_err(|err| named(value.py(), name, err))?;
-            if !is_known && !(value.is_none() && LATER.contains(&name)) {
+            let is_unset = value.is_none() && LATER.contains(&name);
+            if !is_known && !is_unset {
                 return Err(unknown(function, name));
             }
         }
@@ -165,7 +180,7 @@ fn unknown(function: &str, name: &str) -> PyErr {
 
 /// Names the parameter in a conversion's TypeError, which knows only the value.
 fn named(py: Python<'_>, name: &str, err: PyErr) -> PyErr {
-    if !err.get_type(py).is(&py.get_type::<PyTypeError>()) {
+    if !err.get_type(py).is(py.get_type::<PyTypeError>()) {
         return err;
     }
     let message = err.value(py).to_string();

@@ -1,26 +1,24 @@
-//! Tokenizers, detokenizing and the output processor as Python classes; every decision is made in `cbrs_text`.
+//! Tokenizers, detokenizing and results as Python classes; every decision is made in `cbrs_text`.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
-use cbrs_core::{Error, RequestSpec};
+use cbrs_core::Error;
 use cbrs_text::{ChatRequest, ChatTemplate, StopStrings, TemplateLimits, TextStream};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
-use crate::parameters::Parameters;
-use crate::scheduler::Scheduler;
 
+mod channel;
 mod finished;
-pub(crate) use finished::FinishedRequest;
+mod processor;
+
+pub(crate) use channel::{OutputChannel, Update};
+pub(crate) use finished::{FinishedChoice, FinishedRequest};
+pub(crate) use processor::OutputProcessor;
 
 /// Texts up to this many bytes are tokenized with the GIL (about 100 microseconds of work).
 const MAX_BYTES_WITH_GIL: usize = 512;
-/// Longest wait between two looks at pending signals.
-const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Turns text into token ids and back, and messages into prompts.
 ///
@@ -75,17 +73,33 @@ impl Tokenizer {
 
     /// The prompt of a conversation: `messages` are dicts with a `role` and a `content`, both strings.
     ///
-    /// Raises `InvalidRequestError` if the tokenizer has no template, a message is incomplete, or the template refuses.
-    #[pyo3(signature = (messages, add_generation_prompt=true))]
-    fn apply_chat_template(&self, messages: &Bound<'_, PyAny>, add_generation_prompt: bool) -> PyResult<String> {
+    /// `tools` is a list of tool descriptions, `variables` a dict of what else the template reads, e.g. `enable_thinking`; both as they
+    /// would stand in JSON. Raises `InvalidRequestError` if the tokenizer has no template, a message is incomplete, a variable has a name
+    /// of the engine's, or the template refuses.
+    #[pyo3(signature = (messages, add_generation_prompt=true, tools=None, variables=None))]
+    fn apply_chat_template(
+        &self,
+        messages: &Bound<'_, PyAny>,
+        add_generation_prompt: bool,
+        tools: Option<&Bound<'_, PyAny>>,
+        variables: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<String> {
         let py = messages.py();
         let Some(template) = &self.template else {
             let message = "the model has no chat template; give a prompt instead of messages".to_owned();
             return Err(to_py(&Error::ChatTemplate { message }));
         };
-        let json: String = py.import("json")?.call_method1("dumps", (messages,))?.extract()?;
-        py.detach(|| template.render(&ChatRequest::from_json(&json, None, add_generation_prompt)?))
-            .map_err(|error| to_py(&error))
+        let messages = as_json(messages)?;
+        let tools = tools.map(as_json).transpose()?;
+        let variables = variables.map(as_json).transpose()?;
+        py.detach(|| {
+            let mut request = ChatRequest::from_json(&messages, tools.as_deref(), add_generation_prompt)?;
+            if let Some(variables) = variables {
+                request = request.with_variables_json(&variables)?;
+            }
+            template.render(&request)
+        })
+        .map_err(|error| to_py(&error))
     }
 
     /// Number of token ids, added tokens included: the highest id plus one.
@@ -105,10 +119,15 @@ impl Tokenizer {
     }
 }
 
+fn as_json(value: &Bound<'_, PyAny>) -> PyResult<String> {
+    value.py().import("json")?.call_method1("dumps", (value,))?.extract()
+}
+
 /// Turns token ids into text one at a time, up to a stop string.
 ///
 /// The pieces joined are the text of all ids. `prompt_token_ids` make the text a continuation: a leading space stays, and
-/// a character that the prompt left unfinished is completed.
+/// a character that the prompt left unfinished is completed. Stop strings are looked for after the first `min_tokens` tokens; the one
+/// that ends the text belongs to it only with `include_stop_str_in_output`.
 #[pyclass(frozen, module = "cbrs")]
 #[derive(Debug)]
 pub(crate) struct IncrementalDetokenizer {
@@ -124,16 +143,21 @@ impl IncrementalDetokenizer {
 #[pymethods]
 impl IncrementalDetokenizer {
     #[new]
-    #[pyo3(signature = (tokenizer, *, stop=Vec::new(), skip_special_tokens=true, prompt_token_ids=None))]
+    #[pyo3(signature = (tokenizer, *, stop=Vec::new(), include_stop_str_in_output=false, min_tokens=0, skip_special_tokens=true,
+        prompt_token_ids=None))]
     #[allow(clippy::needless_pass_by_value)] // what Python's list is read into
     fn new(
         tokenizer: &Bound<'_, Tokenizer>,
         stop: Vec<String>,
+        include_stop_str_in_output: bool,
+        min_tokens: u32,
         skip_special_tokens: bool,
         prompt_token_ids: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let stops = StopStrings::new(&stop).map_err(|error| to_py(&error))?;
-        let mut stream = TextStream::new(tokenizer.get().inner.clone(), stops, skip_special_tokens);
+        let mut stream = TextStream::new(tokenizer.get().inner.clone(), stops, skip_special_tokens)
+            .keeping_stop(include_stop_str_in_output)
+            .with_min_tokens(min_tokens);
         if let Some(ids) = prompt_token_ids {
             stream.prime(&token_ids(ids, "prompt_token_ids")?);
         }
@@ -161,101 +185,4 @@ impl IncrementalDetokenizer {
     fn stopped(&self) -> Option<String> {
         self.lock().stopped().map(ToString::to_string)
     }
-}
-
-/// Submits requests to a scheduler and turns its outputs into results, on a thread of its own.
-#[pyclass(frozen, module = "cbrs", weakref)]
-#[derive(Debug)]
-pub(crate) struct OutputProcessor {
-    inner: cbrs_text::OutputProcessor,
-    scheduler: Py<Scheduler>,
-}
-
-#[pymethods]
-impl OutputProcessor {
-    #[new]
-    fn new(scheduler: Py<Scheduler>, tokenizer: Option<&Bound<'_, Tokenizer>>) -> PyResult<Self> {
-        let tokenizer = tokenizer.map(|tokenizer| tokenizer.get().inner.clone());
-        let inner = cbrs_text::OutputProcessor::new(scheduler.get().submitter(), tokenizer)?;
-        scheduler.get().attach_sink(inner.sink())?;
-        Ok(Self { inner, scheduler })
-    }
-
-    /// Queues a request and returns its id; `index` comes back with the result. Any thread; never waits for a step.
-    ///
-    /// The parameters are those of `SamplingParams`. Raises what `Scheduler.submit` raises, and `InvalidRequestError` for more than 16 stop
-    /// strings or one that has not 1 to 256 characters; nothing is queued then.
-    #[pyo3(signature = (prompt_token_ids, *, index, **parameters))]
-    fn submit(
-        &self,
-        prompt_token_ids: &Bound<'_, PyAny>,
-        index: u64,
-        parameters: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<u64> {
-        let (mut spec, stops) = read_parameters("submit", parameters)?;
-        spec.prompt_token_ids = token_ids(prompt_token_ids, "prompt_token_ids")?;
-        let id = self.inner.submit(spec, &stops, index, self.scheduler.get().now_ns());
-        id.map(cbrs_core::RequestId::as_u64).map_err(|error| to_py(&error))
-    }
-
-    /// As `submit`, for a text: it is tokenized, with special tokens, by this thread and without the GIL.
-    #[pyo3(signature = (prompt, *, index, **parameters))]
-    fn submit_text(
-        &self,
-        py: Python<'_>,
-        prompt: &str,
-        index: u64,
-        parameters: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<u64> {
-        let (spec, stops) = read_parameters("submit_text", parameters)?;
-        let now_ns = self.scheduler.get().now_ns();
-        py.detach(|| self.inner.submit_text(prompt, spec, &stops, index, now_ns))
-            .map(cbrs_core::RequestId::as_u64)
-            .map_err(|error| to_py(&error))
-    }
-
-    /// Takes finished requests, in the order in which they finished; at most `max`, 0 = all. Never waits.
-    #[pyo3(signature = (max=0))]
-    fn take_finished(&self, max: usize) -> Vec<FinishedRequest> {
-        wrap(self.inner.take_finished(max))
-    }
-
-    /// Takes all finished requests, waiting for the first one up to `timeout_s` seconds or until `close`.
-    fn wait_finished(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Vec<FinishedRequest>> {
-        if timeout_s.is_nan() {
-            return Err(PyValueError::new_err("timeout_s is NaN, but must be a number of seconds"));
-        }
-        let start = Instant::now();
-        loop {
-            let left = timeout_s - start.elapsed().as_secs_f64();
-            let wait =
-                Duration::try_from_secs_f64(left.max(0.0)).map_or(SIGNAL_INTERVAL, |left| left.min(SIGNAL_INTERVAL));
-            let finished = py.detach(|| self.inner.wait_finished(wait, 0));
-            if !finished.is_empty() || left <= 0.0 || self.inner.is_closed() {
-                return Ok(wrap(finished));
-            }
-            py.check_signals()?;
-        }
-    }
-
-    /// Requests that are submitted and not finished.
-    #[getter]
-    fn num_live(&self) -> usize {
-        self.inner.num_live()
-    }
-
-    /// Reads what the engine has already told, ends what is still live as cancelled, and ends the thread. Results stay.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.inner.close());
-    }
-}
-
-fn wrap(finished: Vec<cbrs_text::FinishedRequest>) -> Vec<FinishedRequest> {
-    finished.into_iter().map(FinishedRequest::new).collect()
-}
-
-fn read_parameters(function: &str, parameters: Option<&Bound<'_, PyDict>>) -> PyResult<(RequestSpec, StopStrings)> {
-    let Parameters { spec, text } = Parameters::read(function, parameters)?;
-    let text = text.unwrap_or_default();
-    Ok((spec, StopStrings::new(&text.stop).map_err(|error| to_py(&error))?))
 }

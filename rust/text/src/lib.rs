@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | messages to a prompt | [`template`] |
 //! | prompt to ids, on the caller's thread | [`tokenizer`] |
-//! | submission, and the result at the end | [`fanout`] |
+//! | submission, and results as they come or at the end | [`fanout`] |
 //! | one step's tokens to text, on the consumer thread | [`stream`]: `detokenize`, then [`stop`] |
 //!
 //! Invariants of the crate:
@@ -23,11 +23,13 @@ pub mod stream;
 mod strftime;
 pub mod template;
 mod template_source;
+mod text_spec;
 mod tojson;
 pub mod tokenizer;
 
-pub use fanout::{FinishedRequest, OutputProcessor, StopReason};
+pub use fanout::{End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, Update};
 pub use stop::StopStrings;
 pub use stream::TextStream;
 pub use template::{ChatRequest, ChatTemplate, TemplateLimits};
+pub use text_spec::TextSpec;
 pub use tokenizer::Tokenizer;

@@ -1,6 +1,6 @@
 //! The text of one choice while it grows: detokenizing and stop strings put together.
 //!
-//! 1. `shown` never shrinks, and nothing of a stop string ever belongs to it.
+//! 1. `shown` never shrinks, and nothing of a stop string ever belongs to it unless the stream keeps stop strings.
 //! 2. The deltas joined are the final text.
 
 use std::sync::Arc;
@@ -27,6 +27,11 @@ pub struct TextStream {
     detokenizer: Detokenizer,
     /// Absent without stop strings.
     matcher: Option<StopMatcher>,
+    /// Tokens whose text is not searched for stop strings.
+    min_tokens: u32,
+    num_tokens: u32,
+    /// The stop string belongs to the text.
+    keeps_stop: bool,
     text: String,
     /// Bytes of `text` that can no longer become part of a stop string.
     shown: usize,
@@ -41,11 +46,26 @@ impl TextStream {
         Self {
             detokenizer: Detokenizer::new(tokenizer, skip_special_tokens),
             matcher: (!stops.is_empty()).then(|| StopMatcher::new(stops)),
+            min_tokens: 0,
+            num_tokens: 0,
+            keeps_stop: false,
             text: String::new(),
             shown: 0,
             taken: 0,
             stopped: None,
         }
+    }
+
+    /// Lets the stop string that ends the text belong to it; nothing is held back then.
+    #[must_use]
+    pub fn keeping_stop(self, keeps_stop: bool) -> Self {
+        Self { keeps_stop, ..self }
+    }
+
+    /// Looks for stop strings only in the text that follows the first `min_tokens` tokens.
+    #[must_use]
+    pub fn with_min_tokens(self, min_tokens: u32) -> Self {
+        Self { min_tokens, ..self }
     }
 
     /// Makes the stream a continuation: characters that `prompt` left unfinished are completed by the first tokens, and
@@ -61,6 +81,7 @@ impl TextStream {
     pub fn push(&mut self, id: i32) {
         if self.stopped.is_none() {
             let start = self.text.len();
+            self.num_tokens = self.num_tokens.saturating_add(1);
             self.detokenizer.push(id, &mut self.text);
             self.scan(start);
         }
@@ -99,16 +120,15 @@ impl TextStream {
     }
 
     fn scan(&mut self, start: usize) {
-        let Some(matcher) = &mut self.matcher else {
-            self.shown = self.text.len();
-            return;
-        };
+        self.shown = self.text.len();
+        let Some(matcher) = self.matcher.as_mut().filter(|_| self.num_tokens > self.min_tokens) else { return };
         if let Some(found) = matcher.feed(&self.text[start..]) {
-            self.text.truncate(start + found.end - found.stop.len());
+            let end = start + found.end;
+            self.text.truncate(if self.keeps_stop { end } else { end - found.stop.len() });
             self.shown = self.text.len();
             self.stopped = Some(found.stop);
-        } else {
-            self.shown = self.text.len() - matcher.held();
+        } else if !self.keeps_stop {
+            self.shown -= matcher.held();
         }
     }
 }

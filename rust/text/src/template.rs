@@ -81,12 +81,26 @@ impl ChatRequest {
         })
     }
 
+    /// Adds further variables of the template, given as a JSON object.
+    ///
+    /// # Errors
+    /// `ChatTemplate` if it is not one; whether a name is free is found at `ChatTemplate::render`.
+    pub fn with_variables_json(mut self, variables: &str) -> Result<Self> {
+        let variables: BTreeMap<String, Value> =
+            serde_json::from_str(variables).map_err(|error| refused(format!("variables cannot be read: {error}")))?;
+        self.extra.extend(variables);
+        Ok(self)
+    }
+
     fn validate(&self, environment: &Environment<'_>) -> Result<()> {
         if self.messages.kind() != ValueKind::Seq {
             return Err(refused(format!("messages must be a list, not a {}", self.messages.kind())));
         }
         for (index, message) in self.messages.try_iter().map_err(|error| explain(&error))?.enumerate() {
             validate_message(index, &message)?;
+        }
+        if !matches!(self.tools.kind(), ValueKind::Seq | ValueKind::Undefined | ValueKind::None) {
+            return Err(refused(format!("tools must be a list, not a {}", self.tools.kind())));
         }
         let is_taken = |name: &str| RESERVED.contains(&name) || environment.globals().any(|(global, _)| global == name);
         match self.extra.keys().find(|name| is_taken(name)) {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cbrs_core::{Error, FinishReason, RequestSpec, Scheduler, SchedulerConfig, StepResult};
-use cbrs_text::{FinishedRequest, OutputProcessor, StopReason, StopStrings};
+use cbrs_text::{FinishedChoice, FinishedRequest, OutputProcessor, Recipient, StopReason, StopStrings, TextSpec};
 use common::{END, HELLO, SPACE_C3, WORLD, byte_level};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -46,8 +46,11 @@ impl Rig {
     }
 
     fn submit_spec(&self, spec: RequestSpec, stops: &[&str]) -> u64 {
-        let stops = StopStrings::new(stops).unwrap();
-        self.processor.submit(spec, &stops, 7, self.time_ns).unwrap().as_u64()
+        self.submit_text(spec, &stopping(stops))
+    }
+
+    fn submit_text(&self, spec: RequestSpec, text: &TextSpec) -> u64 {
+        self.processor.submit(spec, text, recipient(7), self.time_ns).unwrap().as_u64()
     }
 
     /// One step, one millisecond later; returns whether something ran.
@@ -80,9 +83,14 @@ impl Rig {
         finished
     }
 
-    fn run(&mut self, max_tokens: u64, stops: &[&str]) -> FinishedRequest {
+    fn run(&mut self, max_tokens: u64, stops: &[&str]) -> FinishedChoice {
         self.submit(max_tokens, stops);
-        self.finish(1).pop().unwrap()
+        self.finish_choice()
+    }
+
+    /// Steps until a request has finished; returns its only output.
+    fn finish_choice(&mut self) -> FinishedChoice {
+        only_choice(self.finish(1).pop().unwrap())
     }
 }
 
@@ -94,6 +102,19 @@ impl Drop for Rig {
     }
 }
 
+fn recipient(index: u64) -> Recipient<'static> {
+    Recipient { index, channel: None }
+}
+
+fn stopping(stops: &[&str]) -> TextSpec {
+    TextSpec::with_stops(StopStrings::new(stops).unwrap())
+}
+
+fn only_choice(mut request: FinishedRequest) -> FinishedChoice {
+    assert_eq!(request.outputs.len(), 1);
+    request.outputs.pop().unwrap()
+}
+
 fn text(stop: &str) -> StopReason {
     StopReason::Text(stop.into())
 }
@@ -101,17 +122,21 @@ fn text(stop: &str) -> StopReason {
 #[test]
 fn a_request_ends_with_its_text_ids_and_times() {
     let mut rig = Rig::new(&[HELLO, WORLD]);
-    let result = rig.run(3, &[]);
-    assert_eq!(result.text, "hello worldhello");
-    assert_eq!(result.token_ids, [HELLO, WORLD, HELLO]);
-    assert_eq!(result.prompt_token_ids, [1, 2, 3]);
-    assert_eq!((result.index, result.finish_reason), (7, FinishReason::Length));
-    assert_eq!((result.stop_reason, result.error), (None, None));
+    rig.submit(3, &[]);
+    let result = rig.finish(1).pop().unwrap();
+    assert_eq!((result.index, &result.prompt_token_ids[..]), (7, &[1, 2, 3][..]));
+    assert_eq!((&result.error, &result.prompt_logprobs), (&None, &None));
     assert_eq!(result.arrival_ns, 0);
     assert_eq!(result.first_scheduled_ns, Some(1_000_000));
     assert_eq!(result.first_token_ns, Some(2_000_000));
     assert_eq!(result.finished_ns, 4_000_000);
-    assert_eq!(result.inter_token_latencies_s, [0.001, 0.001]);
+    let output = only_choice(result);
+    assert_eq!((output.index, output.text.as_str()), (0, "hello worldhello"));
+    assert_eq!(output.token_ids, [HELLO, WORLD, HELLO]);
+    assert_eq!((output.finish_reason, output.stop_reason, output.error), (FinishReason::Length, None, None));
+    assert_eq!(output.first_token_ns, Some(2_000_000));
+    assert_eq!(output.inter_token_latencies_s, [0.001, 0.001]);
+    assert_eq!((output.num_logprobs, output.logprobs, output.cumulative_logprob), (None, None, None));
 }
 
 #[test]
@@ -122,12 +147,12 @@ fn the_token_that_ends_the_output_stays_in_the_ids_and_not_in_the_text() {
     assert_eq!((result.finish_reason, result.stop_reason), (FinishReason::Stop, None));
     let spec = RequestSpec { stop_token_ids: vec![HELLO], max_tokens: Some(9), ..RequestSpec::new(vec![1]) };
     rig.submit_spec(spec, &[]);
-    let result = rig.finish(1).pop().unwrap();
+    let result = rig.finish_choice();
     assert_eq!((result.text.as_str(), &result.token_ids[..]), ("", &[HELLO][..]));
     assert_eq!(result.stop_reason, Some(StopReason::Token(HELLO)));
     let spec = RequestSpec { ignore_eos: true, max_tokens: Some(3), ..RequestSpec::new(vec![1]) };
     rig.submit_spec(spec, &[]);
-    assert_eq!(rig.finish(1).pop().unwrap().text, "hello world");
+    assert_eq!(rig.finish_choice().text, "hello world");
 }
 
 #[test]
@@ -173,6 +198,7 @@ fn e06_a_cancel_in_the_step_of_the_stop_gives_exactly_one_end() {
         rig.scheduler.submitter().cancel(cbrs_core::RequestId::from_u64(id));
         let result = rig.finish(1).pop().unwrap();
         assert_eq!(result.request_id, id);
+        let result = only_choice(result);
         match result.finish_reason {
             FinishReason::Cancelled => assert_eq!(result.stop_reason, None),
             FinishReason::Stop => {
@@ -195,9 +221,10 @@ fn a_failed_step_gives_its_message_and_leaves_neighbours_alone() {
     rig.scheduler.step(None, 2_000_000).unwrap();
     let results: HashMap<u64, FinishedRequest> =
         rig.finish(2).into_iter().map(|result| (result.request_id, result)).collect();
-    assert_eq!(results[&failing].finish_reason, FinishReason::Error);
     assert_eq!(results[&failing].error.as_deref(), Some("the model fell over"));
-    assert_eq!((results[&later].text.as_str(), results[&later].finish_reason), ("hello", FinishReason::Length));
+    let (failed, done) = (&results[&failing].outputs[0], &results[&later].outputs[0]);
+    assert_eq!((failed.finish_reason, failed.error.as_deref()), (FinishReason::Error, Some("the model fell over")));
+    assert_eq!((done.text.as_str(), done.finish_reason), ("hello", FinishReason::Length));
 }
 
 #[test]
@@ -217,8 +244,8 @@ fn closing_the_engine_ends_every_live_request_once() {
         results.extend(more);
     }
     assert_eq!(rig.processor.num_live(), 0);
-    assert!(results.iter().all(|result| result.finish_reason == FinishReason::Cancelled));
-    let refused = rig.processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 0, 0);
+    assert!(results.iter().all(|result| result.outputs[0].finish_reason == FinishReason::Cancelled));
+    let refused = rig.processor.submit(RequestSpec::new(vec![1]), &TextSpec::default(), recipient(0), 0);
     assert_eq!(refused.unwrap_err(), Error::Closed);
 }
 
@@ -231,9 +258,9 @@ fn closing_the_processor_ends_live_requests_and_keeps_results() {
     rig.step();
     rig.processor.close();
     rig.processor.close();
-    let reasons: Vec<_> = rig.processor.take_finished(0).iter().map(|result| result.finish_reason).collect();
+    let reasons: Vec<_> = rig.processor.take_finished(0).iter().map(|result| result.outputs[0].finish_reason).collect();
     assert_eq!(reasons, [FinishReason::Length, FinishReason::Cancelled]);
-    let refused = rig.processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 0, 0);
+    let refused = rig.processor.submit(RequestSpec::new(vec![1]), &TextSpec::default(), recipient(0), 0);
     assert_eq!(refused.unwrap_err(), Error::Closed);
     assert!(rig.processor.is_closed());
     // The engine was told as well: its rows are free after the next step.
@@ -247,10 +274,10 @@ fn dropping_the_engine_ends_live_requests_without_waiting() {
     let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
     scheduler.set_output_sink(Some(processor.sink()));
-    processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 3, 0).unwrap();
+    processor.submit(RequestSpec::new(vec![1]), &TextSpec::default(), recipient(3), 0).unwrap();
     drop(scheduler);
     let finished = processor.wait_finished(TIMEOUT, 0);
-    assert_eq!((finished[0].index, finished[0].finish_reason), (3, FinishReason::Cancelled));
+    assert_eq!((finished[0].index, finished[0].outputs[0].finish_reason), (3, FinishReason::Cancelled));
     let start = Instant::now();
     assert!(processor.wait_finished(TIMEOUT, 0).is_empty(), "nothing can come any more");
     assert!(start.elapsed() < TIMEOUT / 2);
@@ -262,7 +289,7 @@ fn dropping_a_processor_without_closing_it_ends_its_thread() {
         let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
         let processor = OutputProcessor::new(scheduler.submitter(), Some(byte_level())).unwrap();
         scheduler.set_output_sink(Some(processor.sink()));
-        processor.submit(RequestSpec::new(vec![1]), &StopStrings::default(), 0, 0).unwrap();
+        processor.submit(RequestSpec::new(vec![1]), &TextSpec::default(), recipient(0), 0).unwrap();
         drop(processor);
         scheduler.step(None, 1).unwrap();
     }
@@ -281,7 +308,7 @@ fn e07_a_step_that_fails_when_nobody_listens_leaves_the_engine_running() {
     let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
     scheduler.set_output_sink(Some(processor.sink()));
-    processor.submit(RequestSpec::new(vec![1, 2, 3]), &StopStrings::default(), 0, 0).unwrap();
+    processor.submit(RequestSpec::new(vec![1, 2, 3]), &TextSpec::default(), recipient(0), 0).unwrap();
     scheduler.step(None, 1).unwrap();
     drop(processor);
     scheduler.fail(scheduler.batch().step_id, "the model fell over").unwrap();
@@ -299,10 +326,10 @@ fn e07_a_step_that_fails_when_nobody_listens_leaves_the_engine_running() {
 fn stop_strings_without_a_tokenizer_are_refused() {
     let scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
-    let stops = StopStrings::new(&["x"]).unwrap();
-    let error = processor.submit(RequestSpec::new(vec![1]), &stops, 0, 0).unwrap_err().to_string();
+    let error =
+        processor.submit(RequestSpec::new(vec![1]), &stopping(&["x"]), recipient(0), 0).unwrap_err().to_string();
     assert!(error.contains("stop strings need a tokenizer"), "{error}");
-    let error = processor.submit_text("x", RequestSpec::default(), &StopStrings::default(), 0, 0).unwrap_err();
+    let error = processor.submit_text("x", RequestSpec::default(), &TextSpec::default(), recipient(0), 0).unwrap_err();
     assert!(error.to_string().contains("a text needs a tokenizer"), "{error}");
     assert_eq!(processor.num_live(), 0);
 }
@@ -312,10 +339,10 @@ fn e03_a_cancelled_request_leaves_no_entry_behind() {
     let mut rig = Rig::new(&[HELLO]);
     let first = rig.submit(50, &[]);
     assert!(rig.scheduler.submitter().cancel(cbrs_core::RequestId::from_u64(first)));
-    assert_eq!(rig.finish(1)[0].finish_reason, FinishReason::Cancelled);
+    assert_eq!(rig.finish_choice().finish_reason, FinishReason::Cancelled);
     let second = rig.submit(1, &[]);
     assert_ne!(first, second);
-    assert_eq!(rig.finish(1)[0].text, "hello");
+    assert_eq!(rig.finish_choice().text, "hello");
 }
 
 #[test]
@@ -333,7 +360,7 @@ fn no_event_is_missed_while_other_threads_submit() {
                     let max_tokens = Some(index as u64 % 3 + 1);
                     let spec = RequestSpec { max_tokens, ..RequestSpec::new(vec![1, 2]) };
                     let stops: &[&str] = if index % 2 == 0 { &[] } else { &["wor"] };
-                    processor.submit(spec, &StopStrings::new(stops).unwrap(), index as u64, 0).unwrap();
+                    processor.submit(spec, &stopping(stops), recipient(index as u64), 0).unwrap();
                 }
             })
         })
@@ -367,9 +394,9 @@ fn no_event_is_missed_while_other_threads_submit() {
             (false, 1) => "hello world",
             (false, _) => "hello worldhello",
         };
-        assert_eq!(result.text, text, "index {}", result.index);
+        assert_eq!(result.outputs[0].text, text, "index {}", result.index);
         let reason = if is_stopped { FinishReason::Stop } else { FinishReason::Length };
-        assert_eq!(result.finish_reason, reason);
+        assert_eq!(result.outputs[0].finish_reason, reason);
     }
     assert_eq!(processor.num_live(), 0);
 }

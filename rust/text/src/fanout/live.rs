@@ -1,46 +1,23 @@
-//! One request between its submission and its result.
+//! One request between its submission and its last event: what it has told, and where it tells it.
 //!
-//! 1. Once a stop string is found, or a terminal event has come, tokens and text never change.
-//! 2. A stop string that was found decides the end, whatever the engine ended the request with meanwhile.
+//! 1. Its choices end independently; the request ends with the last of them, once.
+//! 2. What is streamed is not kept: the updates of a choice joined are what its `FinishedChoice` would have been.
 
 use std::sync::Arc;
 
-use cbrs_core::{FinishReason, RequestId, StepOutput};
+use cbrs_core::{FinishReason, LogprobRows, RequestId, RequestSpec};
 
-use super::finished::{FinishedRequest, StopReason};
+use super::channel::{Channel, Outbox, Update};
+use super::choice::{Change, LiveChoice};
+use super::event::{Event, LogprobRow};
+use super::finished::{FinishedChoice, FinishedRequest};
 use crate::stream::TextStream;
-
-/// One event of a step output.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Event<'a> {
-    time_ns: u64,
-    /// -1 = none.
-    token: i32,
-    finish: Option<FinishReason>,
-    /// -1 = none.
-    stop_id: i32,
-    detail: Option<&'a Arc<str>>,
-}
-
-impl<'a> Event<'a> {
-    pub(super) fn read(output: &'a StepOutput, index: usize) -> Self {
-        let finish = FinishReason::from_code(output.finish_reasons[index]);
-        Self {
-            time_ns: output.time_ns,
-            token: output.token_ids[index],
-            finish,
-            stop_id: output.stop_ids[index],
-            // Only ends have details; most events need no search.
-            detail: finish.and_then(|_| output.detail(index)),
-        }
-    }
-}
 
 /// What an event did to its request.
 #[derive(Debug)]
 pub(super) enum Progress {
     GoesOn,
-    /// The text is complete; the engine is to be told to end the request after so many tokens.
+    /// The text of the choice is complete; the engine is to be told to end it after so many tokens.
     Stopped {
         num_tokens: u32,
         stop: Arc<str>,
@@ -48,43 +25,83 @@ pub(super) enum Progress {
     Ended,
 }
 
+/// What is remembered of a request while the engine is asked to take it.
+#[derive(Debug)]
+pub(super) struct Draft {
+    pub(super) prompt_token_ids: Vec<i32>,
+    n: u32,
+    num_logprobs: Option<u32>,
+    has_prompt_logprobs: bool,
+    /// Absent without a text.
+    pub(super) stream: Option<TextStream>,
+    pub(super) index: u64,
+    pub(super) channel: Option<Arc<Channel>>,
+    pub(super) arrival_ns: u64,
+}
+
+impl Draft {
+    pub(super) fn new(spec: &RequestSpec, index: u64, arrival_ns: u64) -> Self {
+        Self {
+            prompt_token_ids: spec.prompt_token_ids.clone(),
+            n: spec.n,
+            num_logprobs: spec.sampling.logprobs,
+            has_prompt_logprobs: spec.prompt_logprobs.is_some(),
+            stream: None,
+            index,
+            channel: None,
+            arrival_ns,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct LiveRequest {
-    /// Absent without a tokenizer.
-    stream: Option<TextStream>,
-    last_token_ns: u64,
+    choices: Vec<LiveChoice>,
+    num_open: usize,
+    /// Where updates go; absent if the result is wanted as a whole.
+    channel: Option<Arc<Channel>>,
+    /// Whether an update was sent.
+    has_told: bool,
+    has_logprobs: bool,
+    /// Without outputs if they are streamed.
     result: FinishedRequest,
 }
 
 impl LiveRequest {
-    pub(super) fn new(
-        id: RequestId,
-        index: u64,
-        prompt_token_ids: Vec<i32>,
-        stream: Option<TextStream>,
-        now_ns: u64,
-    ) -> Self {
-        let result = FinishedRequest {
-            request_id: id.as_u64(),
-            index,
-            prompt_token_ids,
-            token_ids: Vec::new(),
-            text: String::new(),
-            finish_reason: FinishReason::Cancelled,
-            stop_reason: None,
-            error: None,
-            num_cached_tokens: 0,
-            arrival_ns: now_ns,
-            first_scheduled_ns: None,
-            first_token_ns: None,
-            finished_ns: now_ns,
-            inter_token_latencies_s: Vec::new(),
-        };
-        Self { stream, last_token_ns: now_ns, result }
+    /// A request that the engine has taken, and whose parameters it has checked.
+    pub(super) fn new(id: RequestId, draft: Draft) -> Self {
+        let n = draft.n;
+        let is_whole = draft.channel.is_none();
+        let outputs = (0..n).filter(|_| is_whole).map(|index| FinishedChoice::new(index, draft.num_logprobs)).collect();
+        Self {
+            choices: (0..n).map(|_| LiveChoice::new(draft.stream.clone())).collect(),
+            num_open: n as usize,
+            channel: draft.channel,
+            has_told: false,
+            has_logprobs: draft.num_logprobs.is_some(),
+            result: FinishedRequest {
+                request_id: id.as_u64(),
+                index: draft.index,
+                prompt_token_ids: draft.prompt_token_ids,
+                outputs,
+                prompt_logprobs: draft.has_prompt_logprobs.then(Default::default),
+                error: None,
+                num_cached_tokens: 0,
+                arrival_ns: draft.arrival_ns,
+                first_scheduled_ns: None,
+                first_token_ns: None,
+                finished_ns: draft.arrival_ns,
+            },
+        }
     }
 
     pub(super) fn id(&self) -> u64 {
         self.result.request_id
+    }
+
+    /// Whether its updates go to `channel`.
+    pub(super) fn tells(&self, channel: &Arc<Channel>) -> bool {
+        self.channel.as_ref().is_some_and(|own| Arc::ptr_eq(own, channel))
     }
 
     pub(super) fn start(&mut self, time_ns: u64, num_cached_tokens: usize) {
@@ -92,66 +109,126 @@ impl LiveRequest {
         self.result.num_cached_tokens = num_cached_tokens;
     }
 
-    pub(super) fn apply(&mut self, event: Event<'_>) -> Progress {
-        let mut progress = Progress::GoesOn;
-        if event.token >= 0 && self.stopped().is_none() {
-            self.count_token(event.token, event.time_ns);
-            // The token that ends the output as `stop` is EOS or a stop id: it stays in the ids, not in the text.
-            let is_ending = event.finish == Some(FinishReason::Stop);
-            if let Some(stream) = self.stream.as_mut().filter(|_| !is_ending) {
-                stream.push(event.token);
-                if let Some(stop) = stream.stopped() {
-                    let num_tokens = self.result.token_ids.len() as u32;
-                    progress = Progress::Stopped { num_tokens, stop: Arc::clone(stop) };
-                }
+    /// Keeps what was said about the prompt token at `position`; they come in order, each once.
+    pub(super) fn add_prompt_logprobs(&mut self, position: usize, (ids, values, rank): LogprobRow<'_>) {
+        if let Some(rows) = &mut self.result.prompt_logprobs {
+            debug_assert_eq!(position, rows.len() + 1, "log-probabilities of prompt tokens come in order");
+            rows.push(ids, values, rank);
+        }
+    }
+
+    /// Reads an event; `outbox` takes what it makes to tell.
+    pub(super) fn apply(&mut self, event: &Event<'_>, outbox: &mut Outbox) -> Progress {
+        let Some(choice) = self.choices.get_mut(event.choice).filter(|choice| !choice.has_ended()) else {
+            return Progress::GoesOn;
+        };
+        let mut change = choice.read(event);
+        let stop = change.stop.take();
+        let num_tokens = choice.num_tokens();
+        self.num_open -= usize::from(change.end.is_some());
+        self.result.finished_ns = event.time_ns;
+        if change.has_token {
+            self.result.first_token_ns.get_or_insert(event.time_ns);
+        }
+        if self.result.error.is_none() {
+            self.result.error = change.end.as_ref().and_then(|end| end.error.clone());
+        }
+        if self.channel.is_some() {
+            self.tell(event, change, outbox);
+        } else {
+            self.record(event, change);
+        }
+        match stop {
+            _ if self.num_open == 0 => Progress::Ended,
+            Some(stop) if !self.choices[event.choice].has_ended() => Progress::Stopped { num_tokens, stop },
+            _ => Progress::GoesOn,
+        }
+    }
+
+    /// Ends every choice for which no event will come.
+    pub(super) fn end_now(&mut self, reason: FinishReason, error: Option<&Arc<str>>, outbox: &mut Outbox) {
+        let event = Event {
+            request: self.id(),
+            choice: 0,
+            time_ns: self.result.finished_ns,
+            token: None,
+            logprobs: None,
+            finish: Some(reason),
+            stop_id: None,
+            detail: error,
+        };
+        for choice in 0..self.choices.len() {
+            self.apply(&Event { choice, ..event }, outbox);
+        }
+    }
+
+    /// The result of a request that has ended; absent if all of it was streamed.
+    pub(super) fn into_finished(mut self) -> Option<FinishedRequest> {
+        self.result.prompt_logprobs = self.take_prompt_logprobs();
+        self.channel.is_none().then_some(self.result)
+    }
+
+    /// Adds an event to the result.
+    fn record(&mut self, event: &Event<'_>, change: Change) {
+        let choice = &mut self.choices[event.choice];
+        let output = &mut self.result.outputs[event.choice];
+        if let Some(token) = event.token.filter(|_| change.has_token) {
+            output.token_ids.push(token);
+            output.first_token_ns.get_or_insert(event.time_ns);
+            output.inter_token_latencies_s.extend(choice.latency_s(event.time_ns));
+            if let (Some(rows), Some(sum)) = (&mut output.logprobs, &mut output.cumulative_logprob) {
+                let (ids, values, rank) = event.logprobs.unwrap_or_default();
+                rows.push(ids, values, rank);
+                *sum += f64::from(values.first().copied().unwrap_or_default());
             }
         }
-        let Some(reason) = event.finish else { return progress };
-        self.end(reason, &event);
-        Progress::Ended
-    }
-
-    /// Ends a request for which no event will come.
-    pub(super) fn end_now(&mut self, reason: FinishReason, error: Option<&str>) {
-        let time_ns = self.last_token_ns;
-        let detail = error.map(Arc::from);
-        let event = Event { time_ns, token: -1, finish: Some(reason), stop_id: -1, detail: detail.as_ref() };
-        self.end(reason, &event);
-    }
-
-    pub(super) fn into_finished(mut self) -> FinishedRequest {
-        self.result.text = self.stream.map_or_else(String::new, TextStream::into_text);
-        self.result
-    }
-
-    fn stopped(&self) -> Option<&Arc<str>> {
-        self.stream.as_ref().and_then(TextStream::stopped)
-    }
-
-    fn count_token(&mut self, token: i32, time_ns: u64) {
-        self.result.token_ids.push(token);
-        if self.result.first_token_ns.is_none() {
-            self.result.first_token_ns = Some(time_ns);
-        } else {
-            let latency_ns = time_ns.saturating_sub(self.last_token_ns);
-            self.result.inter_token_latencies_s.push(latency_ns as f32 / 1e9);
+        if let Some(end) = change.end {
+            output.text = choice.take_text();
+            output.finish_reason = end.finish_reason;
+            output.stop_reason = end.stop_reason;
+            output.error = end.error;
         }
-        self.last_token_ns = time_ns;
     }
 
-    fn end(&mut self, reason: FinishReason, event: &Event<'_>) {
-        if let Some(stream) = &mut self.stream {
-            stream.finish();
+    /// Sends what an event brought, if it brought something.
+    fn tell(&mut self, event: &Event<'_>, change: Change, outbox: &mut Outbox) {
+        let token = event.token.filter(|_| change.has_token);
+        if token.is_none() && change.end.is_none() {
+            return;
         }
-        let (reason, stop_reason) = match (self.stopped(), reason) {
-            (Some(stop), _) => (FinishReason::Stop, Some(StopReason::Text(Arc::clone(stop)))),
-            (None, FinishReason::Stop) if event.stop_id >= 0 => (reason, Some(StopReason::Token(event.stop_id))),
-            (None, FinishReason::Stop) => (reason, event.detail.cloned().map(StopReason::Text)),
-            (None, _) => (reason, None),
+        let logprobs = self.has_logprobs.then(|| {
+            let mut rows = LogprobRows::default();
+            if token.is_some() {
+                let (ids, values, rank) = event.logprobs.unwrap_or_default();
+                rows.push(ids, values, rank);
+            }
+            rows
+        });
+        let is_first = !std::mem::replace(&mut self.has_told, true);
+        let update = Update {
+            request_id: self.id(),
+            index: self.result.index,
+            choice: event.choice as u32,
+            text: self.choices[event.choice].take_delta(),
+            token_ids: token.into_iter().collect(),
+            logprobs,
+            end: change.end,
+            prompt_logprobs: if is_first { self.take_prompt_logprobs() } else { None },
+            prompt_token_ids: is_first.then(|| std::mem::take(&mut self.result.prompt_token_ids)),
+            num_cached_tokens: self.result.num_cached_tokens,
+            arrival_ns: self.result.arrival_ns,
+            first_scheduled_ns: self.result.first_scheduled_ns,
+            time_ns: event.time_ns,
+            is_last: self.num_open == 0,
         };
-        self.result.finish_reason = reason;
-        self.result.stop_reason = stop_reason;
-        self.result.error = event.detail.filter(|_| reason == FinishReason::Error).cloned();
-        self.result.finished_ns = event.time_ns;
+        if let Some(channel) = &self.channel {
+            outbox.push(channel, update);
+        }
+    }
+
+    /// Log-probabilities of the prompt, if they were asked for and the prompt was read to its end.
+    fn take_prompt_logprobs(&mut self) -> Option<LogprobRows> {
+        let num_rows = self.result.prompt_token_ids.len().saturating_sub(1);
+        self.result.prompt_logprobs.take().filter(|rows| rows.len() == num_rows)
     }
 }

@@ -1,12 +1,15 @@
-//! From step outputs to finished requests: one consumer thread that detokenizes, finds stop strings and collects results.
+//! From step outputs to results: one consumer thread that detokenizes, finds stop strings, and collects or streams results.
 //!
-//! 1. Every accepted request ends in exactly one `FinishedRequest`, also when the engine or the processor is closed.
+//! 1. Every accepted request ends in exactly one `FinishedRequest`, or in one last `Update` of its channel, also when the
+//!    engine or the processor is closed.
 //! 2. No event is missed: a request is registered under the lock that the consumer takes for each step output.
 //! 3. The engine thread copies and wakes, whatever the consumer does; the consumer never calls into the engine but to
-//!    finish a request at a stop string, on the path that never waits.
-//!
-//! What a caller reads are whole results today. A stream of deltas taps `LiveRequest` where the consumer has applied a step.
+//!    finish a choice at a stop string, on the path that never waits.
+//! 4. Locks are taken in one order: the live requests, then a channel or the finished ones.
 
+mod channel;
+mod choice;
+mod event;
 mod finished;
 mod live;
 mod mailbox;
@@ -20,12 +23,15 @@ use std::time::Duration;
 
 use cbrs_core::{Error, FinishReason, OutputSink, RequestId, RequestSpec, Result, StepOutput, Submitter};
 
-use crate::stop::StopStrings;
 use crate::stream::TextStream;
+use crate::text_spec::TextSpec;
 use crate::tokenizer::Tokenizer;
+use channel::{Channel, Outbox};
+pub use channel::{OutputChannel, Update};
+pub use choice::End;
 use finished::FinishedQueue;
-pub use finished::{FinishedRequest, StopReason};
-use live::{Event, LiveRequest, Progress};
+pub use finished::{FinishedChoice, FinishedRequest, StopReason};
+use live::{Draft, LiveRequest, Progress};
 use mailbox::{MailSink, Mailbox};
 
 type LiveMap = HashMap<u64, LiveRequest, foldhash::fast::RandomState>;
@@ -46,21 +52,30 @@ struct Live {
     is_closed: bool,
 }
 
+/// Who gets what comes of a request.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Recipient<'a> {
+    /// Number that comes back with the result and with every update.
+    pub index: u64,
+    /// Where to send updates; without it the result is kept until it is taken as a whole.
+    pub channel: Option<&'a OutputChannel>,
+}
+
 /// Submits requests and turns the engine's step outputs into their results.
 ///
 /// ```
 /// # use std::time::Duration;
 /// # use cbrs_core::{RequestSpec, Scheduler, SchedulerConfig, StepResult};
-/// # use cbrs_text::{OutputProcessor, StopStrings};
+/// # use cbrs_text::{OutputProcessor, Recipient, TextSpec};
 /// let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
 /// let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
 /// scheduler.set_output_sink(Some(processor.sink()));
 /// let spec = RequestSpec { max_tokens: Some(1), ..RequestSpec::new(vec![1, 2, 3]) };
-/// processor.submit(spec, &StopStrings::default(), 0, scheduler_time()).unwrap();
+/// processor.submit(spec, &TextSpec::default(), Recipient::default(), scheduler_time()).unwrap();
 /// scheduler.step(None, 1).unwrap();
 /// scheduler.step(Some(&StepResult { token_ids: &[7], ..StepResult::default() }), 2).unwrap();
 /// let finished = processor.wait_finished(Duration::from_secs(5), 0);
-/// assert_eq!(finished[0].token_ids, [7]);
+/// assert_eq!(finished[0].outputs[0].token_ids, [7]);
 /// # fn scheduler_time() -> u64 { 0 }
 /// ```
 #[derive(Debug)]
@@ -94,27 +109,36 @@ impl OutputProcessor {
         Box::new(MailSink(Arc::clone(&self.shared)))
     }
 
-    /// Submits a request; `index` comes back with its result, `now_ns` is the time on the engine's clock.
+    /// Submits a request; `now_ns` is the time on the engine's clock.
     ///
     /// # Errors
-    /// Whatever `Submitter::submit` refuses; `Closed` after `close` and in a forked process; `Tokenizer` for stop strings
-    /// without a tokenizer.
-    pub fn submit(&self, spec: RequestSpec, stops: &StopStrings, index: u64, now_ns: u64) -> Result<RequestId> {
-        if self.tokenizer.is_none() && !stops.is_empty() {
-            return Err(Error::Tokenizer { message: "stop strings need a tokenizer; use stop_token_ids".to_owned() });
-        }
+    /// Whatever `Submitter::submit` refuses; `Closed` after `close`, for a closed channel and in a forked process; what
+    /// `TextSpec` can have wrong, such as stop strings without a tokenizer.
+    pub fn submit(
+        &self,
+        mut spec: RequestSpec,
+        text: &TextSpec,
+        recipient: Recipient<'_>,
+        now_ns: u64,
+    ) -> Result<RequestId> {
         if self.is_fork() {
             return Err(Error::Closed);
         }
-        let stream = self.tokenizer.clone().map(|tokenizer| TextStream::new(tokenizer, stops.clone(), true));
-        let prompt = spec.prompt_token_ids.clone();
+        text.validate(self.tokenizer.is_some())?;
+        if let Some(tokenizer) = &self.tokenizer {
+            text.add_bad_words(tokenizer, &mut spec.bad_words_token_ids)?;
+        }
+        spec.truncate_prompt(self.shared.submitter.max_model_len())?;
+        let mut draft = Draft::new(&spec, recipient.index, now_ns);
+        draft.stream = self.stream(text, spec.sampling.min_tokens);
         let mut live = self.shared.lock_live();
         if live.is_closed {
             return Err(Error::Closed);
         }
+        draft.channel = recipient.channel.map(|channel| channel.attach(&self.shared)).transpose()?;
         // The consumer cannot look for this request before it is registered: it needs the lock for that.
         let id = self.shared.submitter.submit(spec)?;
-        live.requests.insert(id.as_u64(), LiveRequest::new(id, index, prompt, stream, now_ns));
+        live.requests.insert(id.as_u64(), LiveRequest::new(id, draft));
         Ok(id)
     }
 
@@ -126,15 +150,21 @@ impl OutputProcessor {
         &self,
         prompt: &str,
         spec: RequestSpec,
-        stops: &StopStrings,
-        index: u64,
+        text: &TextSpec,
+        recipient: Recipient<'_>,
         now_ns: u64,
     ) -> Result<RequestId> {
         let Some(tokenizer) = &self.tokenizer else {
             return Err(Error::Tokenizer { message: "a text needs a tokenizer; give token ids".to_owned() });
         };
         let prompt_token_ids = tokenizer.encode(prompt, true)?;
-        self.submit(RequestSpec { prompt_token_ids, ..spec }, stops, index, now_ns)
+        self.submit(RequestSpec { prompt_token_ids, ..spec }, text, recipient, now_ns)
+    }
+
+    fn stream(&self, text: &TextSpec, min_tokens: u32) -> Option<TextStream> {
+        let tokenizer = self.tokenizer.clone().filter(|_| text.detokenize)?;
+        let stream = TextStream::new(tokenizer, text.stops.clone(), text.skip_special_tokens);
+        Some(stream.keeping_stop(text.include_stop_str_in_output).with_min_tokens(min_tokens))
     }
 
     /// Takes finished requests, in the order in which they finished; at most `max`, 0 = all.
@@ -189,56 +219,85 @@ impl Shared {
 
     /// The consumer thread: applies step outputs until the mailbox ends, then ends what is left.
     fn run(&self) {
+        let mut outbox = Outbox::default();
         let applied = catch_unwind(AssertUnwindSafe(|| {
             let mut outputs = Vec::new();
             while self.mailbox.receive(&mut outputs) {
                 for output in &outputs {
-                    self.apply(output);
+                    self.apply(output, &mut outbox);
                 }
             }
         }));
         match applied {
-            Ok(()) => self.end_all(FinishReason::Cancelled, None),
-            Err(_) => self.end_all(FinishReason::Error, Some("the text thread broke")),
+            Ok(()) => self.end_all(FinishReason::Cancelled, None, &mut outbox),
+            Err(_) => self.end_all(FinishReason::Error, Some("the text thread broke"), &mut outbox),
         }
     }
 
-    fn apply(&self, output: &StepOutput) {
+    fn apply(&self, output: &StepOutput, outbox: &mut Outbox) {
         let mut ended = Vec::new();
         let mut live = self.lock_live();
-        let started = output.started_request_ids.iter().zip(&output.started_num_cached_tokens);
-        for (id, &num_cached_tokens) in started {
-            if let Some(request) = live.requests.get_mut(id) {
-                request.start(output.time_ns, num_cached_tokens as usize);
-            }
-        }
-        for index in 0..output.len() {
-            let id = output.request_ids[index];
-            let Some(request) = live.requests.get_mut(&id) else { continue };
-            match request.apply(Event::read(output, index)) {
+        live.start(output);
+        for event in event::events(output) {
+            let Some(request) = live.requests.get_mut(&event.request) else { continue };
+            match request.apply(&event, outbox) {
                 Progress::GoesOn => {}
                 Progress::Stopped { num_tokens, stop } => {
-                    let choice = output.choice_ids[index];
-                    self.submitter.finish(RequestId::from_u64(id), choice, num_tokens, Some(stop));
+                    let id = RequestId::from_u64(event.request);
+                    self.submitter.finish(id, event.choice as i32, num_tokens, Some(stop));
                 }
-                Progress::Ended => ended.extend(live.requests.remove(&id).map(LiveRequest::into_finished)),
+                Progress::Ended => {
+                    ended.extend(live.requests.remove(&event.request).and_then(LiveRequest::into_finished));
+                }
             }
         }
         // Before the lock is given back: once nothing is live, everything can be taken.
         self.finished.extend(ended);
+        outbox.deliver();
     }
 
-    fn end_all(&self, reason: FinishReason, error: Option<&str>) {
+    fn cancel_all_of(&self, channel: &Arc<Channel>) {
+        let live = self.lock_live();
+        let mut ids: Vec<u64> =
+            live.requests.values().filter(|request| request.tells(channel)).map(LiveRequest::id).collect();
+        // What the engine is told must not depend on the order of a map.
+        ids.sort_unstable();
+        for id in ids {
+            self.submitter.cancel(RequestId::from_u64(id));
+        }
+    }
+
+    fn end_all(&self, reason: FinishReason, error: Option<&str>, outbox: &mut Outbox) {
         let mut live = self.lock_live();
         live.is_closed = true;
         let mut left: Vec<LiveRequest> = std::mem::take(&mut live.requests).into_values().collect();
         left.sort_unstable_by_key(LiveRequest::id);
-        let ended = left.into_iter().map(|mut request| {
+        let error = error.map(Arc::from);
+        let ended = left.into_iter().filter_map(|mut request| {
             self.submitter.cancel(RequestId::from_u64(request.id()));
-            request.end_now(reason, error);
+            request.end_now(reason, error.as_ref(), outbox);
             request.into_finished()
         });
         self.finished.extend(ended.collect());
         self.finished.close();
+        outbox.deliver();
+    }
+}
+
+impl Live {
+    /// Reads what a step output says about requests besides their events: first admissions and prompts.
+    fn start(&mut self, output: &StepOutput) {
+        let started = output.started_request_ids.iter().zip(&output.started_num_cached_tokens);
+        for (id, &num_cached_tokens) in started {
+            if let Some(request) = self.requests.get_mut(id) {
+                request.start(output.time_ns, num_cached_tokens as usize);
+            }
+        }
+        let prompt_rows = output.prompt_logprob_requests.iter().zip(&output.prompt_logprob_positions);
+        for (row, (id, &position)) in prompt_rows.enumerate() {
+            if let Some(request) = self.requests.get_mut(id) {
+                request.add_prompt_logprobs(position as usize, output.prompt_logprobs.row(row));
+            }
+        }
     }
 }

@@ -1,0 +1,207 @@
+//! The way from the consumer to a reader that wants output as it comes: updates behind a file descriptor that is readable
+//! while there are some.
+//!
+//! 1. A byte is in the socket exactly while unread updates are there: one wake-up for all that comes before they are taken.
+//! 2. The consumer never waits for a reader: it appends under a lock that is held for a move of memory and one small write.
+//! 3. What an unread update says is never dropped, until `close`; then everything is, and live requests are cancelled.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use cbrs_core::{Error, LogprobRows, Result};
+
+use super::Shared;
+use super::choice::End;
+
+/// What is new about one choice of a request. Times are nanoseconds on the engine's clock.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Update {
+    /// Id that the engine gave.
+    pub request_id: u64,
+    /// Number that the caller gave at submission.
+    pub index: u64,
+    /// Number of the choice.
+    pub choice: u32,
+    /// Text that may be shown from now on.
+    pub text: String,
+    /// New tokens: one, or none if the choice has only ended.
+    pub token_ids: Vec<i32>,
+    /// One row for each of `token_ids`; absent unless asked for.
+    pub logprobs: Option<LogprobRows>,
+    /// How the choice ended; absent if it goes on.
+    pub end: Option<End>,
+    /// The prompt, as far as it was not truncated; with the request's first update.
+    pub prompt_token_ids: Option<Vec<i32>>,
+    /// What was asked about each prompt token but the first; with the request's first update, if the prompt was read to its end.
+    pub prompt_logprobs: Option<LogprobRows>,
+    /// Prompt tokens found in the prefix cache at the first admission.
+    pub num_cached_tokens: usize,
+    /// When the request was submitted.
+    pub arrival_ns: u64,
+    /// When it was first planned; absent if it ended while it waited.
+    pub first_scheduled_ns: Option<u64>,
+    /// When this came.
+    pub time_ns: u64,
+    /// No update of this request will follow.
+    pub is_last: bool,
+}
+
+/// Updates for one reader, such as an event loop; every processor may send to it.
+///
+/// Dropping it is `close`.
+#[derive(Debug)]
+pub struct OutputChannel {
+    channel: Arc<Channel>,
+    /// Process that made it: in a fork of it nothing will come, and the lock may be held for ever.
+    process: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Channel {
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    updates: Vec<Update>,
+    /// Absent once closed.
+    ends: Option<Ends>,
+    /// Those that have sent or may send here.
+    processors: Vec<Weak<Shared>>,
+}
+
+#[derive(Debug)]
+struct Ends {
+    reader: UnixStream,
+    writer: UnixStream,
+}
+
+impl OutputChannel {
+    /// Makes an empty channel.
+    ///
+    /// # Errors
+    /// What the operating system says if it has no file descriptors to give.
+    pub fn new() -> io::Result<Self> {
+        let (reader, writer) = UnixStream::pair()?;
+        reader.set_nonblocking(true)?;
+        writer.set_nonblocking(true)?;
+        let state = State { updates: Vec::new(), ends: Some(Ends { reader, writer }), processors: Vec::new() };
+        Ok(Self { channel: Arc::new(Channel { state: Mutex::new(state) }), process: std::process::id() })
+    }
+
+    /// The file descriptor that is readable while there is something to take; absent after `close` and in a forked process.
+    ///
+    /// It stays the channel's: wait for it, but do not read or close it.
+    pub fn fileno(&self) -> Option<RawFd> {
+        if self.is_fork() {
+            return None;
+        }
+        self.channel.lock().ends.as_ref().map(|ends| ends.reader.as_raw_fd())
+    }
+
+    /// Takes all updates, in the order in which they came. Never waits for the consumer's work.
+    pub fn take(&self) -> Vec<Update> {
+        if self.is_fork() { Vec::new() } else { self.channel.lock().take() }
+    }
+
+    /// Drops what was not taken and cancels the requests that would have sent more; a second call does nothing.
+    pub fn close(&self) {
+        if self.is_fork() {
+            return;
+        }
+        let (unread, processors) = {
+            let mut state = self.channel.lock();
+            state.ends = None;
+            (std::mem::take(&mut state.updates), std::mem::take(&mut state.processors))
+        };
+        drop(unread);
+        for processor in processors.iter().filter_map(Weak::upgrade) {
+            processor.cancel_all_of(&self.channel);
+        }
+    }
+
+    /// Whether nothing can be sent here.
+    pub fn is_closed(&self) -> bool {
+        self.is_fork() || self.channel.lock().ends.is_none()
+    }
+
+    /// The end at which a processor sends; it is remembered, to cancel its requests at `close`.
+    pub(super) fn attach(&self, processor: &Arc<Shared>) -> Result<Arc<Channel>> {
+        if self.is_fork() {
+            return Err(Error::Closed);
+        }
+        let mut state = self.channel.lock();
+        if state.ends.is_none() {
+            return Err(Error::Closed);
+        }
+        if !state.processors.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(processor))) {
+            state.processors.retain(|known| known.strong_count() > 0);
+            state.processors.push(Arc::downgrade(processor));
+        }
+        Ok(Arc::clone(&self.channel))
+    }
+
+    fn is_fork(&self) -> bool {
+        std::process::id() != self.process
+    }
+}
+
+impl Drop for OutputChannel {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Channel {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing between lock and unlock can panic half-way through a change.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands over updates; a closed channel leaves them to be dropped.
+    fn send(&self, updates: &mut Vec<Update>) {
+        let mut state = self.lock();
+        let is_empty = state.updates.is_empty();
+        let Some(ends) = &mut state.ends else { return };
+        if is_empty && !updates.is_empty() {
+            // There is room: at most this one byte is ever on its way.
+            let _ = ends.writer.write(&[1]);
+        }
+        state.updates.append(updates);
+    }
+}
+
+impl State {
+    fn take(&mut self) -> Vec<Update> {
+        if let Some(ends) = self.ends.as_mut().filter(|_| !self.updates.is_empty()) {
+            // Nobody else is to read here; if somebody did, there is nothing, and nothing is lost.
+            let _ = ends.reader.read(&mut [0]);
+        }
+        std::mem::take(&mut self.updates)
+    }
+}
+
+/// The updates of one step on their way to their channels.
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    parts: Vec<(Arc<Channel>, Vec<Update>)>,
+}
+
+impl Outbox {
+    pub(super) fn push(&mut self, channel: &Arc<Channel>, update: Update) {
+        // There are as many channels as event loops: nearly always one.
+        match self.parts.iter_mut().find(|(known, _)| Arc::ptr_eq(known, channel)) {
+            Some((_, updates)) => updates.push(update),
+            None => self.parts.push((Arc::clone(channel), vec![update])),
+        }
+    }
+
+    /// Hands everything over, one wake-up for each channel that has nothing unread.
+    pub(super) fn deliver(&mut self) {
+        for (channel, mut updates) in self.parts.drain(..) {
+            channel.send(&mut updates);
+        }
+    }
+}
