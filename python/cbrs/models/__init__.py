@@ -24,13 +24,16 @@ logger = logging.getLogger("cbrs")
 _FILES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
 }
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
 }
 _GGUF = {
     "llama": "LlamaForCausalLM",  # Mistral too is written as llama
+    "qwen2": "Qwen2ForCausalLM",
 }
 
 ARCHITECTURES = tuple(_FILES)
