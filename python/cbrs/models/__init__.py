@@ -27,6 +27,7 @@ _FILES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
+    "Gemma3ForCausalLM": "gemma3",
 }
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -34,12 +35,14 @@ _MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 _GGUF = {
     "llama": "LlamaForCausalLM",  # Mistral too is written as llama
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 
 ARCHITECTURES = tuple(_FILES)
