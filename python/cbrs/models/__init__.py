@@ -28,6 +28,7 @@ _FILES = {
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
 }
 _MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -36,6 +37,7 @@ _MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 _GGUF = {
     "llama": "LlamaForCausalLM",  # Mistral too is written as llama
@@ -43,6 +45,7 @@ _GGUF = {
     "qwen3": "Qwen3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 
 ARCHITECTURES = tuple(_FILES)
