@@ -1,7 +1,9 @@
 """Fixtures that several test modules share."""
 
+import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kit.tiny(tmp_path_factory.mktemp("wandering"), seed=7, tie_word_embeddings=False)
 
 
+DEFAULTS = {"dtype": "float32", "num_threads": 1, "max_model_len": 512, "max_num_seqs": 16}
+
+
 @pytest.fixture
 def make_llm() -> Iterator[Callable[..., Any]]:
     """Make `LLM`s in float32 on one thread; at the end each is closed and must be drained."""
@@ -53,8 +58,7 @@ def make_llm() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(model: Any, **options: Any) -> Any:
-        defaults = {"dtype": "float32", "num_threads": 1, "max_model_len": 512, "max_num_seqs": 16}
-        made.append(LLM(model, **{**defaults, **options}))
+        made.append(LLM(model, **{**DEFAULTS, **options}))
         return made[-1]
 
     yield make
@@ -64,9 +68,36 @@ def make_llm() -> Iterator[Callable[..., Any]]:
             llm.close()
 
 
+@pytest.fixture
+def make_async_llm() -> Iterator[Callable[..., Any]]:
+    """Make `AsyncLLM`s as `make_llm` does; at the end each must become drained, and is closed."""
+    from cbrs import AsyncLLM
+
+    made: list[Any] = []
+
+    def make(model: Any, **options: Any) -> Any:
+        made.append(AsyncLLM(model, **{**DEFAULTS, **options}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        if not llm.is_closed:
+            wait_until_drained(llm)
+            asyncio.run(llm.aclose())
+
+
+def wait_until_drained(llm: Any, timeout_s: float = 30.0) -> None:
+    """Wait until an `AsyncLLM` has nothing left, and check that nothing has leaked."""
+    deadline = time.monotonic() + timeout_s
+    while any(llm.stats()[name] for name in ("num_running", "num_waiting")):
+        assert time.monotonic() < deadline, llm.stats()
+        time.sleep(0.001)
+    check_drained(llm)
+
+
 def check_drained(llm: Any) -> None:
     """Nothing waits, runs or holds a block, and every block is free or cached."""
     llm.engine.scheduler.check_invariants()
     stats = llm.stats()
     assert stats["num_running"] == stats["num_waiting"] == stats["num_used_blocks"] == 0
-    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config.num_blocks
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config().num_blocks

@@ -107,7 +107,7 @@ def test_a05_one_short_prompt_with_a_long_answer_leaves_every_block_free_or_cach
     assert len(output.outputs[0].token_ids) == 200
     stats = llm.stats()
     assert stats["num_used_blocks"] == 0
-    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config.num_blocks
+    assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config().num_blocks
 
 
 def test_a05_a_step_answered_twice_is_a_typed_error_and_changes_nothing():
@@ -224,7 +224,7 @@ def test_c10_the_chunk_size_reaches_the_scheduler(make_llm, tiny):
     trace = record_batches(llm)
     llm.generate([[1 + i for i in range(100)]], greedy(1))
     assert [batch["query_lens"] for batch in trace] == [[17]] * 5 + [[15]]
-    assert llm.config.max_prefill_chunk_tokens == 17
+    assert llm.config().max_prefill_chunk_tokens == 17
     assert llm.engine.scheduler.config.max_prefill_chunk_tokens == 17
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from cbrs import SamplingParams
 from cbrs.engine import Engine
+from cbrs.sampled import SampledTokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -109,7 +110,7 @@ def test_a_result_of_the_wrong_length_fails_the_step_only(make_llm, tiny, num_to
 
     class WrongLength:
         def sample(self, logits, batch):
-            return np.zeros(num_tokens, dtype=np.int32), None
+            return SampledTokens(np.zeros(num_tokens, dtype=np.int32))
 
     engine._sampler = WrongLength()
     submit(engine, [1, 2])
@@ -159,10 +160,10 @@ def test_the_loop_reads_as_schedule_forward_sample(make_llm):
 
         def sample(self, logits, batch):
             calls.append(("sample", batch.step_id))
-            return np.full(len(batch.sample_index), 65, dtype=np.int32), None
+            return SampledTokens(np.full(len(batch.sample_index), 65, dtype=np.int32))
 
     recorder = Recorder()
-    engine = Engine(llm.config, llm.engine.scheduler, llm.engine.processor, recorder, recorder)
+    engine = Engine(llm.config(), llm.engine.scheduler, llm.engine.processor, recorder, recorder)
     submit(engine, [1], max_tokens=2)
     assert drain(engine)[0].token_ids.tolist() == [65, 65]
     steps = [step for name, step in calls if name == "forward"]

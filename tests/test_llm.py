@@ -150,7 +150,7 @@ def test_messages_of_another_type_are_a_type_error(llm, messages):
 
 def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
     llm = make_llm(tiny, num_blocks=20, block_size=8)
-    config = llm.config
+    config = llm.config()
     assert (config.dtype, config.device, config.num_threads) == ("float32", "cpu", 1)
     assert config.max_model_len == 160, "lowered to what the pool holds"
     assert config.kv_cache_bytes == 20 * 8 * 2 * 2 * 2 * 16 * 4
@@ -160,8 +160,8 @@ def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
 
 def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm, tiny):
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
-    assert make_llm(tiny, kv_cache_bytes=100 * block_bytes + 1).config.num_blocks == 100
-    assert make_llm(tiny).config.num_blocks == 16 * 512 // 16
+    assert make_llm(tiny, kv_cache_bytes=100 * block_bytes + 1).config().num_blocks == 100
+    assert make_llm(tiny).config().num_blocks == 16 * 512 // 16
     with pytest.raises(ValueError, match="one block takes"):
         make_llm(tiny, kv_cache_bytes=block_bytes - 1)
 

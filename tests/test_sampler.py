@@ -9,7 +9,8 @@ import torch
 from batches import Sampling, sampling_batch
 
 from cbrs.runner.philox import philox4x32, uniforms
-from cbrs.runner.sampler import Sampler, pick, restrict
+from cbrs.runner.sampler import Sampler
+from cbrs.runner.sampler_torch import pick, restrict
 
 VOCAB = 320
 TOKENS = 300
@@ -23,10 +24,10 @@ def random_logits(rows: int, seed: int = 0, scale: float = 4.0) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, sampling: list[Sampling], positions: list[int] | None = None
 ) -> list[int]:
-    tokens, errors = Sampler(TOKENS).sample(logits, sampling_batch(sampling, positions))
-    assert errors is None
-    assert tokens.dtype == np.int32
-    return tokens.tolist()
+    sampled = Sampler(TOKENS).sample(logits, sampling_batch(sampling, positions))
+    assert sampled.row_error is None
+    assert sampled.token_ids.dtype == np.int32
+    return sampled.token_ids.tolist()
 
 
 def words(*values: int) -> tuple[np.ndarray, ...]:
@@ -87,7 +88,7 @@ def test_sample_index_and_rows_select_logits_and_parameters() -> None:
     logits = random_logits(6)
     batch = sampling_batch([Sampling(temperature=1.0, seed=9), Sampling()], rows=[3, 1])
     batch.sample_index = np.array([4, 2], dtype=np.int32)
-    tokens, _ = Sampler(TOKENS).sample(logits, batch)
+    tokens = Sampler(TOKENS).sample(logits, batch).token_ids
     alone = sample(logits[4:5], [Sampling(temperature=1.0, seed=9)])
     assert tokens.tolist() == [*alone, int(logits[2, :TOKENS].argmax())]
 
@@ -150,11 +151,11 @@ def test_nan_row_is_its_own_error_and_spares_the_others() -> None:
     logits[2] = -math.inf
     logits[3, 299] = math.inf
     for rows in ([Sampling()] * 5, [Sampling(temperature=1.0, seed=row) for row in range(5)]):
-        tokens, errors = Sampler(TOKENS).sample(logits, sampling_batch(rows))
-        assert errors is not None
-        assert errors.tolist() == [0, 1, 1, 1, 0]
+        sampled = Sampler(TOKENS).sample(logits, sampling_batch(rows))
+        assert sampled.row_error is not None
+        assert sampled.row_error.tolist() == [0, 1, 1, 1, 0]
         expected = sample(clean, rows)
-        assert [tokens[0], tokens[4]] == [expected[0], expected[4]]
+        assert [sampled.token_ids[0], sampled.token_ids[4]] == [expected[0], expected[4]]
 
 
 def test_nan_in_the_padding_is_no_error() -> None:
@@ -244,7 +245,7 @@ def test_samples_follow_the_exact_distribution(params: Sampling) -> None:
     counts = np.zeros(40)
     for position in range(draws // chunk):
         batch = sampling_batch(rows, [position] * chunk)
-        tokens, _ = Sampler(40).sample(logits.expand(chunk, -1), batch)
+        tokens = Sampler(40).sample(logits.expand(chunk, -1), batch).token_ids
         counts += np.bincount(tokens, minlength=40)
     expected = exact(logits[0], params) * draws
     assert counts[expected == 0].sum() == 0

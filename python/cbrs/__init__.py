@@ -1,7 +1,7 @@
 """Continuous batching for decoder language models.
 
-Three ways in: `Scheduler`, the scheduler alone for an engine of your own (needs numpy only); `LLM`,
-the Python engine (needs the extra `engine`); and the command `cbrs`.
+Three ways in: `Scheduler`, the scheduler alone for an engine of your own (needs numpy only); `LLM`
+and `AsyncLLM`, the Python engine (they need the extra `engine`); and the command `cbrs`.
 
 Everything is loaded on first use: `import cbrs` loads neither numpy nor torch.
 """
@@ -20,21 +20,29 @@ if TYPE_CHECKING:
         StepResult,
         __version__,
     )
+    from cbrs.async_llm import AsyncLLM
     from cbrs.config import EngineConfig
     from cbrs.llm import LLM
+    from cbrs.logprobs import Logprob
+    from cbrs.output_stream import OutputStream
     from cbrs.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from cbrs.sampling_params import SamplingParams
+    from cbrs.scoring import Score
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Batch",
     "CompletionOutput",
     "EngineConfig",
+    "Logprob",
+    "OutputStream",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "Scheduler",
     "SchedulerConfig",
+    "Score",
     "StepOutput",
     "StepResult",
     "__version__",
@@ -43,14 +51,18 @@ __all__ = [
 
 _MODULE_OF = {
     "LLM": "cbrs.llm",
+    "AsyncLLM": "cbrs.async_llm",
     "Batch": "cbrs._core",
     "CompletionOutput": "cbrs.outputs",
     "EngineConfig": "cbrs.config",
+    "Logprob": "cbrs.logprobs",
+    "OutputStream": "cbrs.output_stream",
     "RequestMetrics": "cbrs.outputs",
     "RequestOutput": "cbrs.outputs",
     "SamplingParams": "cbrs.sampling_params",
     "Scheduler": "cbrs._core",
     "SchedulerConfig": "cbrs._core",
+    "Score": "cbrs.scoring",
     "StepOutput": "cbrs._core",
     "StepResult": "cbrs._core",
     "__version__": "cbrs._core",

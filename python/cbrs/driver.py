@@ -23,11 +23,13 @@ from cbrs.errors import (
 from cbrs.interrupts import append_results
 
 if TYPE_CHECKING:
-    from cbrs._core import FinishedRequest
+    from cbrs._core import Batch, FinishedRequest, Scheduler
     from cbrs.engine import Engine
 
 # While nothing can run, the text thread is about to hand over a result; it wakes the wait at once.
 _IDLE_WAIT_S = 0.005
+# While a pause keeps what waits from starting, only a result or `resume` can change anything.
+_PAUSED_WAIT_S = 0.02
 # A thread that sleeps with requests left to submit looks for queue room this often.
 _FEED_INTERVAL_S = 0.01
 # A thread that sleeps reports its progress this often.
@@ -88,6 +90,28 @@ class Call:
         self._num_wanted = 0
 
 
+class Drain(Call):
+    """A call without requests, which is done once nothing that has started is left running."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Waits until `scheduler`, which is paused, has nothing to run."""
+        super().__init__([])
+        self._scheduler = scheduler
+        self._is_quiet = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a step after the pause found nothing to run, or the pause is over."""
+        return self._is_quiet or not self._scheduler.is_paused
+
+    def see(self, batch: Batch) -> None:
+        """Looks at a batch that was planned after the pause: an empty one means that all is done.
+
+        Whatever has started can always go on, so only what has not started can be left.
+        """
+        self._is_quiet |= batch.num_seqs == 0
+
+
 class Driver:
     """Takes turns among calling threads to run one engine."""
 
@@ -118,6 +142,23 @@ class Driver:
             if not self._closed and self._death is None:
                 self._until_done(call, None)
             raise
+        finally:
+            self._leave()
+            self._calls.pop(key, None)
+
+    def drain(self, *, cancel: bool) -> None:
+        """Returns once nothing that has started is left running; the scheduler must be paused.
+
+        With `cancel` all requests of all calls are cancelled first.
+        """
+        if cancel:
+            for call in list(self._calls.values()):
+                for request_id in list(call.request_ids):
+                    self._engine.scheduler.cancel(request_id)
+        drain = Drain(self._engine.scheduler)
+        key = self._register(drain)
+        try:
+            self._until_done(drain, None)
         finally:
             self._leave()
             self._calls.pop(key, None)
@@ -184,6 +225,7 @@ class Driver:
                 on_progress(len(call.finished))
 
     def _step(self) -> None:
+        drains = [call for call in list(self._calls.values()) if isinstance(call, Drain)]
         try:
             batch = self._engine.step()
         except BaseException as error:
@@ -195,8 +237,13 @@ class Driver:
         processor = self._engine.processor
         append_results(self._inbox, [processor.take_finished])
         if batch.num_seqs == 0 and not self._inbox[-1]:
-            append_results(self._inbox, [partial(processor.wait_finished, _IDLE_WAIT_S)])
+            wait_s = _PAUSED_WAIT_S if self._engine.scheduler.is_paused else _IDLE_WAIT_S
+            append_results(self._inbox, [partial(processor.wait_finished, wait_s)])
         self._deliver()
+        for drain in drains:
+            drain.see(batch)
+        if drains:
+            self._wake()
 
     def _deliver(self) -> None:
         """Hands out what is in the inbox and wakes the threads whose calls are done."""
@@ -209,5 +256,8 @@ class Driver:
                     is_any_done |= call.is_done
             del self._inbox[0]
         if is_any_done:
-            with self._changed:
-                self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

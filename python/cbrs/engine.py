@@ -47,19 +47,26 @@ class Engine:
         self._batches: list[Batch] = []
         self._result: StepResult | None = None
 
-    def step(self) -> Batch:
+    def step(self, block: bool = False) -> Batch:
         """Runs one iteration and returns what ran; `num_seqs` is 0 if there was nothing to run.
 
+        With `block` it first waits, without the GIL, until there is something to run or to report.
         What the batch computed is committed by the next call. If the model run raises, the requests
         of the batch end with finish reason `error`; the exception is logged, and raised again if it
         is no failure but a demand to stop (a Ctrl-C).
         """
-        batch = self._schedule()
+        batch = self._schedule(block)
         if batch.num_seqs > 0:
             try:
                 logits = self._runner.forward(batch)
-                token_ids, row_error = self._sampler.sample(logits, batch)
-                self._result = StepResult(batch.step_id, token_ids, row_error=row_error)
+                sampled = self._sampler.sample(logits, batch)
+                self._result = StepResult(
+                    batch.step_id,
+                    sampled.token_ids,
+                    row_error=sampled.row_error,
+                    logprobs=sampled.logprobs,
+                    prompt_logprobs=sampled.prompt_logprobs,
+                )
             except BaseException as error:
                 self._fail(batch, error)
                 if not is_failure(error):
@@ -72,13 +79,13 @@ class Engine:
         self.scheduler.close()
         self.processor.close()
 
-    def _schedule(self) -> Batch:
+    def _schedule(self, block: bool = False) -> Batch:
         """Commits the last result and plans the next batch, in one call of the core."""
         unanswered = self._unanswered()
         if unanswered is not None:
             self._fail(unanswered, RuntimeError("the model run was interrupted"))
         try:
-            append_results(self._batches, [partial(self.scheduler.step, self._result)])
+            append_results(self._batches, [partial(self.scheduler.step, self._result, block)])
         except StepError as error:
             if not self._batches:
                 raise

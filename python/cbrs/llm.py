@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, overload
 
-# Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. While anything else
-# wants a core, spinning ones make a step several times slower. An own choice of the user stands.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-try:
-    import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ImportError(
-        'cbrs.LLM needs torch, which is not installed: pip install "cbrs[engine]"'
-    ) from error
-
-from cbrs.assembly import build_engine
-from cbrs.config import DEFAULT_MODEL, Dtype, EffectiveConfig, EngineConfig
+from cbrs import scoring
+from cbrs.base import BaseLLM, PauseMode, check_pause_mode, closed_error
+from cbrs.config import DEFAULT_MODEL, Dtype
 from cbrs.driver import Call, Driver
-from cbrs.errors import EngineClosedError, InvalidRequestError, placed
+from cbrs.errors import InvalidRequestError, placed
 from cbrs.outputs import RequestOutput
 from cbrs.progress import progress_bar
+from cbrs.requests import Conversation, Prompt, as_conversations, as_prompts, params_for
 from cbrs.sampling_params import SamplingParams
+from cbrs.scoring import Score
 
 if TYPE_CHECKING:
     import types
 
-    from cbrs._core import OutputProcessor, Tokenizer
-    from cbrs.engine import Engine
-
-TokenIds: TypeAlias = Sequence[int]
-Prompt: TypeAlias = str | TokenIds
-Message: TypeAlias = Mapping[str, str]
-Conversation: TypeAlias = Sequence[Message]
+    from cbrs._core import OutputProcessor
 
 
-class LLM:
+class LLM(BaseLLM):
     """A model and its engine, for use from ordinary Python code.
 
     ```
@@ -48,9 +33,9 @@ class LLM:
             print(output.outputs[0].text)
     ```
 
-    Any number of threads may call `generate` and `chat` at once; their requests share the batches.
-    A Ctrl-C ends the call it interrupts and leaves the engine usable. A child made by `fork` cannot
-    use the `LLM` of its parent.
+    Any number of threads may call its methods at once; their requests share the batches. A Ctrl-C
+    ends the call it interrupts and leaves the engine usable. After `close`, and in a child made by
+    `fork`, every method but `close` raises `EngineClosedError`.
     """
 
     def __init__(
@@ -69,42 +54,10 @@ class LLM:
             ValueError: an option is out of range (`InvalidRequestError` if the core says so).
             TypeError: an option does not exist.
         """
-        config = EngineConfig(
-            model=os.fspath(model),
-            dtype=dtype,
-            device=device,
-            num_threads=num_threads,
-            **engine_options,
+        super().__init__(
+            model, dtype=dtype, device=device, num_threads=num_threads, **engine_options
         )
-        self._pid = os.getpid()
-        engine, self._tokenizer = build_engine(config)
-        self._config = engine.config
-        self._engine: Engine | None = engine
-        self._driver: Driver | None = Driver(engine)
-
-    @property
-    def config(self) -> EffectiveConfig:
-        """The settings in effect: every field is decided."""
-        return self._config
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._driver is None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, for a loop of your own; not while `generate` runs."""
-        return self._in_use()[0]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; `InvalidRequestError` if it has none."""
-        if self._tokenizer is None:
-            raise InvalidRequestError(
-                f"{self._config.model} has no tokenizer; give prompts as token ids"
-            )
-        return self._tokenizer
+        self._driver: Driver | None = Driver(self.engine)
 
     def generate(
         self,
@@ -124,14 +77,14 @@ class LLM:
             EngineClosedError: after `close`, or in a forked child.
             EngineDeadError: the engine is broken beyond repair; create a new one.
         """
-        engine, driver = self._in_use()
-        items = _as_list(prompts)
+        processor = self.engine.processor
+        items, _ = as_prompts(prompts, "prompts")
         submissions = [
-            _submission(engine.processor, prompt, params)
-            for prompt, params in zip(items, _params_for(items, sampling_params), strict=True)
+            _submission(processor, prompt, params)
+            for prompt, params in zip(items, params_for(items, sampling_params), strict=True)
         ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in items]
-        return _run(driver, submissions, texts, use_tqdm)
+        return self._run(submissions, texts, use_tqdm)
 
     def chat(
         self,
@@ -146,28 +99,66 @@ class LLM:
         A message is `{"role": ..., "content": ...}`. Raises as `generate` does, and
         `InvalidRequestError` if the template refuses a conversation or the model has none.
         """
-        engine, driver = self._in_use()
-        conversations = _as_conversations(messages)
-        tokenizer = self.tokenizer
+        processor = self.engine.processor
+        conversations = as_conversations(messages)
         submissions, texts = [], []
-        every_params = _params_for(conversations, sampling_params)
+        every_params = params_for(conversations, sampling_params)
         for i, (conversation, params) in enumerate(zip(conversations, every_params, strict=True)):
             try:
-                text = tokenizer.apply_chat_template(
-                    [dict(message) for message in conversation], add_generation_prompt
-                )
+                text, token_ids = self._render(conversation, add_generation_prompt)
             except InvalidRequestError as error:
                 raise placed(error, f"messages[{i}]") from None
-            # The template writes the special tokens itself: encoding must not add them again.
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            submissions.append(_submission(engine.processor, token_ids, params))
+            submissions.append(_submission(processor, token_ids, params))
             texts.append(text)
-        return _run(driver, submissions, texts, use_tqdm)
+        return self._run(submissions, texts, use_tqdm)
 
-    def stats(self) -> dict[str, Any]:
-        """Returns the scheduler's gauges and counters; never waits for a step."""
-        engine, _ = self._in_use()
-        return engine.scheduler.stats()
+    @overload
+    def score(self, prompt: str, continuation: str) -> Score: ...
+
+    @overload
+    def score(
+        self, prompt: Prompt | Sequence[Prompt], continuation: Prompt | Sequence[Prompt]
+    ) -> Score | list[Score]: ...
+
+    def score(
+        self, prompt: Prompt | Sequence[Prompt], continuation: Prompt | Sequence[Prompt]
+    ) -> Score | list[Score]:
+        """Returns how likely the model finds `continuation` after `prompt`.
+
+        Both are texts or token ids; a text continuation is tokenized by itself, without special
+        tokens. Lists give a list: one continuation per prompt, or one prompt for all. Together they
+        may have one token less than `max_model_len`.
+
+        Raises:
+            InvalidRequestError: an empty or too long text.
+            CbrsError: the step that computed it failed.
+        """
+        processor = self.engine.processor
+        pairs, is_single = scoring.pairs(prompt, continuation)
+        joined = [self._scored_ids(*pair) for pair in pairs]
+        submissions = [_submission(processor, ids, scoring.PARAMS) for ids, _ in joined]
+        outputs = self._run(submissions, [None] * len(joined), False)
+        scores = [
+            Score.from_output(output, num_tokens)
+            for output, (_, num_tokens) in zip(outputs, joined, strict=True)
+        ]
+        return scores[0] if is_single else scores
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """Starts no further requests until `resume`, and returns when nothing is left running.
+
+        What has started goes on to its end (`wait`), or all requests end as cancelled (`cancel`).
+        Calls of `generate` stay open and queue up what they have. If another thread resumes
+        meanwhile, it returns at once; a Ctrl-C leaves the engine paused.
+        """
+        driver = self._in_use
+        check_pause_mode(mode)
+        self.engine.scheduler.pause()
+        driver.drain(cancel=mode == "cancel")
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.engine.scheduler.resume()
 
     def close(self) -> None:
         """Ends all requests, stops all threads and frees the model; calling it twice does no harm.
@@ -175,7 +166,7 @@ class LLM:
         A `generate` that runs in another thread raises `EngineClosedError`.
         """
         driver = self._driver
-        if driver is None or os.getpid() != self._pid:
+        if driver is None or self._is_foreign:
             return
         self._driver = self._engine = None
         driver.close()
@@ -193,28 +184,28 @@ class LLM:
         """Calls `close`."""
         self.close()
 
-    def _in_use(self) -> tuple[Engine, Driver]:
-        engine, driver = self._engine, self._driver
-        if engine is None or driver is None:
-            raise EngineClosedError("this LLM is closed; create a new one")
-        if os.getpid() != self._pid:
-            raise EngineClosedError(
-                f"this LLM belongs to process {self._pid} and cannot be used in its forked child "
-                f"{os.getpid()}; create a new one here"
-            )
-        return engine, driver
+    @property
+    def _in_use(self) -> Driver:
+        driver = self._driver if self.engine else None
+        # None if another thread closes it in this moment.
+        if driver is None:
+            raise closed_error(self)
+        return driver
 
-
-def _run(
-    driver: Driver,
-    submissions: list[Callable[..., int]],
-    texts: Sequence[str | None],
-    use_tqdm: bool,
-) -> list[RequestOutput]:
-    call = Call(submissions)
-    with progress_bar(len(submissions), use_tqdm) as on_progress:
-        driver.run(call, on_progress)
-    return [RequestOutput.from_finished(call.finished[i], text) for i, text in enumerate(texts)]
+    def _run(
+        self,
+        submissions: list[Callable[..., int]],
+        prompts: Sequence[str | None],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        call, driver = Call(submissions), self._in_use
+        with progress_bar(len(submissions), use_tqdm) as on_progress:
+            driver.run(call, on_progress)
+        texts = self._token_texts
+        return [
+            RequestOutput.from_finished(call.finished[i], prompt, texts)
+            for i, prompt in enumerate(prompts)
+        ]
 
 
 def _submission(
@@ -224,41 +215,3 @@ def _submission(
     if isinstance(prompt, str):
         return partial(processor.submit_text, prompt, **arguments)
     return partial(processor.submit, prompt, **arguments)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
-        raise TypeError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of texts, "
-            "a list of token ids, or a list of such lists"
-        )
-    items: list[Any] = list(prompts)
-    if items and isinstance(items[0], Integral):
-        return [items]
-    return items
-
-
-def _as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    items: list[Any] = list(messages)
-    conversations = [items] if items and isinstance(items[0], Mapping) else items
-    for conversation in conversations:
-        if not all(isinstance(message, Mapping) for message in conversation):
-            raise TypeError(
-                "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
-            )
-    return conversations
-
-
-def _params_for(
-    items: Sequence[object], given: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * len(items)
-    if len(given) != len(items):
-        raise InvalidRequestError(
-            f"sampling_params has {len(given)} entries, but there are {len(items)} prompts; "
-            "give one for all or one per prompt"
-        )
-    return given

@@ -1,28 +1,35 @@
-"""What `LLM.generate` returns, in the shape that users of vLLM know."""
+"""What `LLM.generate` and `AsyncLLM.generate` give back, in the shape that users of vLLM know."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from cbrs.logprobs import Logprob, TokenTexts, to_dicts
+
 if TYPE_CHECKING:
-    from cbrs._core import FinishedRequest
+    from cbrs._core import FinishedChoice, FinishedRequest
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished output of a request."""
+    """One of the `n` outputs of a request."""
 
     index: int
-    """Number of the choice; always 0 as long as each request has one."""
+    """Number of the choice, 0 to `n - 1`."""
     text: str
-    """The generated text, without the token or string that ended it."""
+    """The generated text, without the token or string that ended it; of a delta, what is new."""
     token_ids: list[int]
-    """The generated ids, the one that ended the output included."""
-    finish_reason: FinishReason
-    """`error` means that the step which computed it failed; see `RequestOutput.error`."""
+    """The generated ids, the one that ended the output included; of a delta, what is new."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of all tokens so far; None unless `logprobs` was asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids`, the token and the most likely ones; None unless asked for."""
+    finish_reason: FinishReason | None = None
+    """None while the output goes on. `error` means that the step which computed it failed; see
+    `RequestOutput.error`."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the output; None for the model's end tokens."""
 
@@ -36,61 +43,76 @@ class RequestMetrics:
     queue_time_s: float | None
     """From submission to its first step."""
     time_to_first_token_s: float | None
-    """From submission to the first token."""
+    """From submission to the first token of any choice."""
     total_time_s: float
-    """From submission to the end."""
+    """From submission to the end, or to this output of a stream."""
     inter_token_latencies_s: list[float] = field(default_factory=list)
-    """From each token to the next: one entry less than there are tokens."""
+    """From each token of a choice to its next, one choice after the other; empty before the end."""
 
     @property
     def mean_inter_token_latency_s(self) -> float | None:
-        """Mean of `inter_token_latencies_s`; None with fewer than two tokens."""
+        """Mean of `inter_token_latencies_s`; None if there are none."""
         latencies = self.inter_token_latencies_s
         return sum(latencies) / len(latencies) if latencies else None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of one request."""
+    """The result of one request, or what there is of it so far."""
 
     request_id: str
-    """The core's id of the request, as it stands in `Batch.request_ids`."""
+    """The id given to `AsyncLLM.generate`, or a generated one; for `LLM` the core's number, as it
+    stands in `Batch.request_ids`."""
     prompt: str | None
     """The prompt text; None if token ids were given."""
     prompt_token_ids: list[int]
-    """The prompt as token ids."""
+    """The prompt as token ids, after truncation."""
     outputs: list[CompletionOutput]
-    """The generated outputs."""
+    """The choices in their order; of a delta, those that have something new."""
     finished: bool
-    """Always true for results of `LLM`."""
+    """Whether all choices have ended. Always true for results of `LLM`."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     metrics: RequestMetrics
     """When it was queued, started and produced its tokens."""
     error: str | None = None
-    """What went wrong, if the finish reason is `error`."""
+    """What went wrong, if a finish reason is `error`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt, the token and the most likely ones; None for the first token,
+    and None altogether unless asked for. Of deltas, the first has it."""
 
     @classmethod
-    def from_finished(cls, finished: FinishedRequest, prompt: str | None) -> RequestOutput:
+    def from_finished(
+        cls, finished: FinishedRequest, prompt: str | None, texts: TokenTexts
+    ) -> RequestOutput:
         """Builds the result from what the output processor hands over."""
-        output = finished.outputs[0]
-        completion = CompletionOutput(
-            index=output.index,
-            text=output.text,
-            token_ids=output.token_ids.tolist(),
-            finish_reason=output.finish_reason,
-            stop_reason=output.stop_reason,
-        )
+        prompt_logprobs = finished.prompt_logprobs
         return cls(
             request_id=str(finished.request_id),
             prompt=prompt,
             prompt_token_ids=finished.prompt_token_ids.tolist(),
-            outputs=[completion],
+            outputs=[_completion(choice, texts) for choice in finished.outputs],
             finished=True,
             num_cached_tokens=finished.num_cached_tokens,
             metrics=_metrics(finished),
             error=finished.error,
+            prompt_logprobs=None
+            if prompt_logprobs is None
+            else [None, *to_dicts(prompt_logprobs, texts)],
         )
+
+
+def _completion(choice: FinishedChoice, texts: TokenTexts) -> CompletionOutput:
+    logprobs = choice.logprobs
+    return CompletionOutput(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids.tolist(),
+        cumulative_logprob=choice.cumulative_logprob,
+        logprobs=None if logprobs is None else to_dicts(logprobs, texts),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )
 
 
 def _metrics(finished: FinishedRequest) -> RequestMetrics:
@@ -99,10 +121,13 @@ def _metrics(finished: FinishedRequest) -> RequestMetrics:
     def since_arrival(time_s: float | None) -> float | None:
         return None if time_s is None else time_s - arrival
 
+    latencies: list[float] = []
+    for choice in finished.outputs:
+        latencies += choice.inter_token_latencies_s.tolist()
     return RequestMetrics(
         arrival_time_s=arrival,
         queue_time_s=since_arrival(finished.first_scheduled_time_s),
         time_to_first_token_s=since_arrival(finished.first_token_time_s),
         total_time_s=finished.finished_time_s - arrival,
-        inter_token_latencies_s=finished.outputs[0].inter_token_latencies_s.tolist(),
+        inter_token_latencies_s=latencies,
     )

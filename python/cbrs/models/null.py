@@ -2,7 +2,8 @@
 
 It plugs in where a real model does, for benchmarks of everything around the model and for tests.
 Output token i of every request is entry i of the script, modulo its length, so a result can be
-checked without running it. Sampling parameters have no effect. `null:0.002` sleeps 2 ms per step.
+checked without running it. The model is certain of every token, so sampling parameters have no
+effect and every log-probability is 0 or `LOGPROB_FLOOR`. `null:0.002` sleeps 2 ms per step.
 """
 
 import json
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from cbrs._core import Tokenizer
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error
+from cbrs.sampled import LOGPROB_FLOOR, LogprobMatrix, SampledTokens
 
 SCRIPT = " The quick brown fox jumps over the lazy dog, and the small grey cat watches it all day."
 MAX_STEP_COST_S = 60.0
@@ -56,16 +58,10 @@ def null_config(vocab_size: int) -> ModelConfig:
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
+        attention_scale=1.0,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=None,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-        hidden_act="silu",
-        bos_token_id=None,
-        eos_token_ids=(),
     )
 
 
@@ -90,6 +86,7 @@ class NullRunner:
     def __init__(self, model: NullModel) -> None:
         """Run `model`."""
         self._script = model.script
+        self._vocab_size = model.vocab_size
         self._step_cost_s = model.step_cost_s
         self._no_logits = torch.empty((0, model.vocab_size), dtype=torch.float32)
 
@@ -99,9 +96,27 @@ class NullRunner:
             time.sleep(self._step_cost_s)
         return self._no_logits
 
-    def sample(self, logits: Tensor, batch: Any) -> tuple[npt.NDArray[np.int32], None]:
+    def sample(self, logits: Tensor, batch: Any) -> SampledTokens:
         """Return the scripted token of each sample, int32 `[num_samples]`."""
-        return self._script[batch.sample_positions % len(self._script)], None
+        token_ids = self._script[batch.sample_positions % len(self._script)]
+        logprobs = prompt_logprobs = None
+        if batch.has_sampling_extras:
+            columns = int(batch.num_logprobs[batch.sample_rows].max(initial=-1))
+            logprobs = self._certain(token_ids, columns) if columns >= 0 else None
+        targets = batch.prompt_target_ids
+        if len(targets) > 0:
+            prompt_logprobs = self._certain(targets, int(batch.num_prompt_logprobs.max()))
+        return SampledTokens(token_ids, None, logprobs, prompt_logprobs)
+
+    def _certain(self, token_ids: npt.NDArray[np.int32], columns: int) -> LogprobMatrix:
+        """Say that each token is certain, and the others impossible: the lower ids come first."""
+        others = np.arange(max(columns - 1, 0), dtype=np.int32)[None, :]
+        others = np.minimum(others + (others >= token_ids[:, None]), self._vocab_size - 1)
+        chosen = np.repeat(token_ids[:, None], 1 + min(columns, 1), axis=1)
+        ids = np.concatenate([chosen, others], axis=1).astype(np.int32)
+        values = np.full(ids.shape, LOGPROB_FLOOR, dtype=np.float32)
+        values[:, : 1 + min(columns, 1)] = 0.0
+        return ids, values, np.ones(len(token_ids), dtype=np.int32)
 
 
 def _byte_tokenizer_json() -> str:

@@ -17,6 +17,7 @@ from cbrs.models.null import NullModel, NullRunner
 from cbrs.runner.attention import AttentionBackend, AttentionMetadata, make_backend
 from cbrs.runner.kv_cache import KVCache
 from cbrs.runner.sampler import Sampler
+from cbrs.sampled import SampledTokens
 
 
 class Runner(Protocol):
@@ -27,12 +28,10 @@ class Runner(Protocol):
 
 
 class TokenSampler(Protocol):
-    """Picks one token per sample."""
+    """Picks one token per sample, and says how likely it was where that is asked for."""
 
-    def sample(
-        self, logits: Tensor, batch: Any
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
-        """Return int32 tokens `[num_samples]` and uint8 marks of unusable rows, if there are."""
+    def sample(self, logits: Tensor, batch: Any) -> SampledTokens:
+        """Return the tokens of the batch; called once for each batch whose forward succeeded."""
 
 
 class ModelRunner:
@@ -87,5 +86,5 @@ def make_runner(
         loaded.device,
     )
     threads = num_threads or len(os.sched_getaffinity(0))
-    attention = make_backend(config, kv_cache, loaded.device, threads, config.sliding_window)
+    attention = make_backend(config, kv_cache, loaded.device, threads)
     return ModelRunner(loaded, kv_cache, attention), Sampler(loaded.vocab_size)

@@ -1,13 +1,14 @@
-"""From logits to tokens: greedy, temperature, top_k, top_p, min_p.
+"""From logits to tokens, for a whole batch at once.
 
-Every operation works on each row by itself, so a row's token depends on that row's logits and
-parameters only, bit for bit, whatever its neighbours are. The order is temperature, top_k, top_p
-(of what top_k left), min_p; then one uniform number picks from the cumulated probabilities in the
-order of the ids.
+The order is that of vLLM: log-probabilities are of the untouched logits; then bad words, logit
+bias, repetition, frequency and presence penalty, min_tokens (banned ids are excluded whatever else
+was done to them); then temperature, top_k, top_p (of what top_k left), min_p; then one uniform
+number picks from the cumulated probabilities in the order of the ids.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,177 +16,108 @@ import torch
 from torch import Tensor
 
 from cbrs.runner.philox import uniforms
+from cbrs.runner.sampler_rows import SamplerRows
+from cbrs.runner.sampler_torch import GREEDY_TEMPERATURE, SampleInputs, TorchSampling
+from cbrs.sampled import SampledTokens
 
-GREEDY_TEMPERATURE = 1e-4
-"""At or below this temperature a row is greedy: only logits closer than 1e-3 could tell."""
-
-_ROWS_AT_ONCE = 32
-"""Rows of float64 probabilities held at a time; bounds memory, changes no result."""
-
-_FIRST_SORT = 1024
-"""top_p sorts this many candidates first, and all of a row only if their mass does not reach it."""
+if TYPE_CHECKING:
+    from cbrs.sampled import LogprobMatrix
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Parameters of the sampled rows, each `[num_rows]`."""
+class SamplingBackend(Protocol):
+    """The arithmetic of sampling, without memory of earlier steps; see `TorchSampling`."""
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniform: Tensor
+    def sample(
+        self, logits: Tensor, inputs: SampleInputs
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Return int32 tokens `[R]` and their errors `[R]` (0 = none)."""
 
-    def select(self, index: Tensor) -> "_Row":
-        return _Row(
-            self.temperature[index],
-            self.top_k[index],
-            self.top_p[index],
-            self.min_p[index],
-            self.uniform[index],
-        )
+    def logprobs(
+        self,
+        logits: Tensor,
+        logits_index: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+        num_logprobs: npt.NDArray[np.int32],
+    ) -> LogprobMatrix:
+        """Return log-probabilities of `token_ids` and of the most likely ids."""
 
 
 class Sampler:
-    """Picks one token per sample of a batch."""
+    """Picks one token per sample of a batch, and remembers what later samples need."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """Sample ids below `vocab_size` only: what the tokenizer knows, without padding."""
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, backend: SamplingBackend | None = None) -> None:
+        """Sample ids below `vocab_size` only: what the tokenizer knows, without padding.
+
+        Without a `backend` plain PyTorch does the work, which is slow.
+        """
+        self._backend = backend or TorchSampling(vocab_size)
+        self._rows: SamplerRows | None = None
 
     @torch.inference_mode()
-    def sample(
-        self, logits: Tensor, batch: Any
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8] | None]:
-        """Return int32 tokens `[num_samples]` and, if any row is unusable, its uint8 mark.
+    def sample(self, logits: Tensor, batch: Any) -> SampledTokens:
+        """Return the tokens of `batch` and the log-probabilities that it asks for.
 
         `logits` is float32 `[num_logits, padded_vocab]`. A row whose largest logit is not a finite
-        number, or that holds a NaN, is marked 1 and gets token 0.
+        number, or that holds a NaN, is marked with `UNUSABLE_LOGITS`, one whose parameters exclude
+        every token with `EVERYTHING_EXCLUDED`; both get token 0.
         """
-        usable = self._rows(logits, batch.sample_index)
-        largest, tokens = usable.max(dim=-1)  # the lowest id among equals; NaN if there is one
-        rows = batch.sample_rows
-        temperature = batch.temperature[rows]
-        drawn = np.flatnonzero(temperature > GREEDY_TEMPERATURE)
-        bad = ~torch.isfinite(largest)
-        any_bad = bool(bad.any())
-        if len(drawn) > 0:
-            index = torch.from_numpy(drawn).to(logits.device)
-            if any_bad:
-                index = index[~bad[index]]
-            self._draw(usable, tokens, largest, index, _parameters(batch, logits.device))
-        if any_bad:
-            tokens.masked_fill_(bad, 0)
-        ids: npt.NDArray[np.int32] = tokens.to(torch.int32).cpu().numpy()
-        marks = bad.to(torch.uint8).cpu().numpy() if any_bad else None
-        return ids, marks
+        self._update_rows(batch)
+        inputs = self._inputs(batch)
+        token_ids, errors = self._backend.sample(logits, inputs)
+        if self._rows is not None:
+            self._rows.append(inputs.rows, token_ids)
+        return SampledTokens(
+            token_ids,
+            errors if errors.any() else None,
+            self._logprobs(logits, batch, token_ids),
+            self._prompt_logprobs(logits, batch),
+        )
 
-    def _rows(self, logits: Tensor, sample_index: npt.NDArray[np.int32]) -> Tensor:
-        usable = logits[:, : self.vocab_size]
-        if len(sample_index) == len(logits) and np.array_equal(
-            sample_index, np.arange(len(logits))
-        ):
-            return usable
-        index = torch.from_numpy(sample_index.astype(np.int64)).to(logits.device)
-        return usable.index_select(0, index)
+    def _update_rows(self, batch: Any) -> None:
+        if self._rows is None and batch.new_row_tables is not None:
+            self._rows = SamplerRows(len(batch.temperature))
+        if self._rows is not None:
+            self._rows.update(batch)
 
-    def _draw(
-        self, logits: Tensor, tokens: Tensor, largest: Tensor, index: Tensor, rows: _Row
-    ) -> None:
-        """Replace `tokens[index]` by random ones, a few rows at a time."""
-        for part in torch.split(index, _ROWS_AT_ONCE):
-            chosen = rows.select(part)
-            distance = logits[part].double() - largest[part].double().unsqueeze(1)
-            weights = torch.exp(distance / chosen.temperature.unsqueeze(1))
-            restrict(weights, chosen.top_k, chosen.top_p, chosen.min_p)
-            tokens[part] = pick(weights, chosen.uniform)
+    def _inputs(self, batch: Any) -> SampleInputs:
+        rows, positions = batch.sample_rows, batch.sample_positions
+        state = self._rows if batch.has_sampling_extras else None
+        bans = None
+        if state is not None:
+            bans = state.bans(rows, positions, batch.min_tokens[rows])
+        if (batch.temperature[rows] > GREEDY_TEMPERATURE).any():
+            uniform = uniforms(batch.seeds[rows], positions, batch.sample_choices)
+        else:
+            uniform = np.zeros(len(rows))
+        return SampleInputs(
+            logits_index=batch.sample_index,
+            rows=rows,
+            uniform=uniform,
+            temperature=batch.temperature,
+            top_k=batch.top_k,
+            top_p=batch.top_p,
+            min_p=batch.min_p,
+            presence_penalty=batch.presence_penalty,
+            frequency_penalty=batch.frequency_penalty,
+            repetition_penalty=batch.repetition_penalty,
+            state=state,
+            bans=bans,
+        )
 
+    def _logprobs(
+        self, logits: Tensor, batch: Any, token_ids: npt.NDArray[np.int32]
+    ) -> LogprobMatrix | None:
+        if not batch.has_sampling_extras:
+            return None
+        counts = batch.num_logprobs[batch.sample_rows]
+        if counts.max(initial=-1) < 0:
+            return None
+        return self._backend.logprobs(logits, batch.sample_index, token_ids, counts)
 
-def _parameters(batch: Any, device: torch.device) -> _Row:
-    rows = batch.sample_rows
-    choice_of_row = np.zeros(len(batch.temperature), dtype=np.int32)
-    choice_of_row[batch.row_ids] = batch.choice_ids
-    uniform = uniforms(batch.seeds[rows], batch.sample_positions, choice_of_row[rows])
-
-    def move(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
-
-    return _Row(
-        move(batch.temperature[rows], torch.float64),
-        move(batch.top_k[rows], torch.int64),
-        move(batch.top_p[rows], torch.float64),
-        move(batch.min_p[rows], torch.float64),
-        move(uniform, torch.float64),
-    )
-
-
-def pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first id per row whose cumulated weight exceeds `uniform` times the total.
-
-    `weights` is float64 `[num_rows, vocab]`, not negative and with a positive sum; `uniform` is
-    float64 `[num_rows]` in [0, 1). An id of weight 0 is never returned.
-    """
-    cumulated = weights.cumsum(dim=-1)
-    total = cumulated[:, -1]
-    # Rounding may lift the product to the total itself, above which there is no id.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(uniform * total, below)
-    return torch.searchsorted(cumulated, target.unsqueeze(1), right=True).squeeze(1)
-
-
-def restrict(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Set to 0, in place, the weights that the parameters exclude.
-
-    `weights` is float64 `[num_rows, vocab]` with a largest value of 1 per row; the parameters are
-    `[num_rows]`. top_k <= 0, top_p >= 1 and min_p <= 0 exclude nothing. Among equal weights the
-    lower ids stay.
-    """
-    vocab = weights.shape[1]
-    limited = torch.nonzero((top_k > 0) & (top_k < vocab)).squeeze(1)
-    if len(limited) > 0:
-        counts = top_k[limited]
-        part = weights[limited]
-        weights[limited] = _keep(part, _largest(part, int(counts.max())), counts)
-    nucleus = torch.nonzero(top_p < 1.0).squeeze(1)
-    if len(nucleus) > 0:
-        weights[nucleus] = _nucleus(weights[nucleus], top_p[nucleus])
-    if bool((min_p > 0.0).any()):
-        # The largest weight is 1, so min_p is the limit itself.
-        weights.masked_fill_(weights < min_p.clamp(max=1.0).unsqueeze(1), 0.0)
-
-
-def _nucleus(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest largest weights of each row whose sum reaches top_p of the row's total."""
-    target = top_p * weights.cumsum(dim=-1)[:, -1]
-    best = _largest(weights, min(_FIRST_SORT, weights.shape[1]))
-    reached = best.cumsum(dim=-1)
-    if bool((reached[:, -1] < target).any()) and best.shape[1] < weights.shape[1]:
-        best = _largest(weights, weights.shape[1])
-        reached = best.cumsum(dim=-1)
-    before = torch.searchsorted(reached, target.unsqueeze(1), right=False).squeeze(1)
-    counts = (before + 1).clamp(max=best.shape[1])
-    return _keep(weights, best, counts)
-
-
-def _largest(weights: Tensor, count: int) -> Tensor:
-    """Return the `count` largest values of each row, largest first."""
-    if weights.device.type != "cpu":
-        return weights.topk(count, dim=-1).values
-    # numpy partitions and sorts with vector instructions, more than ten times as fast as torch.
-    values = weights.numpy()
-    first = values.shape[1] - count
-    if first > 0:
-        values = np.partition(values, first, axis=-1)[:, first:]
-    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
-
-
-def _keep(weights: Tensor, best: Tensor, counts: Tensor) -> Tensor:
-    """Keep the `counts` largest weights of each row; `best` is sorted, largest first."""
-    smallest = best.gather(1, (counts - 1).unsqueeze(1))
-    kept = weights >= smallest
-    if bool((kept.sum(dim=-1) > counts).any()):
-        # Equal weights at the limit: the lower ids fill the room that the larger ones leave.
-        above = weights > smallest
-        room = counts.unsqueeze(1) - above.sum(dim=-1, keepdim=True)
-        kept = above | ((weights == smallest).cumsum(dim=-1).le(room) & kept)
-    return weights.masked_fill(~kept, 0.0)
+    def _prompt_logprobs(self, logits: Tensor, batch: Any) -> LogprobMatrix | None:
+        index = batch.prompt_logits_index
+        if len(index) == 0:
+            return None
+        return self._backend.logprobs(
+            logits, index, batch.prompt_target_ids, batch.num_prompt_logprobs
+        )

@@ -1,0 +1,156 @@
+"""What `LLM` and `AsyncLLM` have in common: the model, its settings, its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+# Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. While anything else
+# wants a core, spinning ones make a step several times slower. An own choice of the user stands.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        'cbrs.LLM needs torch, which is not installed: pip install "cbrs[engine]"'
+    ) from error
+
+from cbrs.assembly import build_engine
+from cbrs.config import DEFAULT_MODEL, Dtype, EffectiveConfig, EngineConfig
+from cbrs.errors import EngineClosedError, InvalidRequestError
+from cbrs.logprobs import TokenTexts
+from cbrs.requests import Conversation, Prompt
+
+if TYPE_CHECKING:
+    from cbrs._core import Tokenizer
+    from cbrs.engine import Engine
+
+
+PauseMode = Literal["wait", "cancel"]
+
+
+class BaseLLM:
+    """A loaded model and its engine.
+
+    Every method but `close` raises `EngineClosedError` after it, and in a child made by `fork`: the
+    engine belongs to the process that made it.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
+        *,
+        dtype: Dtype = "auto",
+        device: str = "auto",
+        num_threads: int | None = None,
+        **engine_options: Any,
+    ) -> None:
+        """Loads `model` and allocates the KV pool; all options are fields of `EngineConfig`.
+
+        Raises:
+            ModelLoadError: names the file and what is wrong in it.
+            ValueError: an option is out of range (`InvalidRequestError` if the core says so).
+            TypeError: an option does not exist.
+        """
+        config = EngineConfig(
+            model=os.fspath(model),
+            dtype=dtype,
+            device=device,
+            num_threads=num_threads,
+            **engine_options,
+        )
+        self._pid = os.getpid()
+        engine, self._tokenizer = build_engine(config)
+        self._engine: Engine | None = engine
+        self._token_texts = TokenTexts(self._tokenizer)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._engine is None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for tests and tools; nothing else may step it while requests run."""
+        engine = self._engine
+        if engine is None:
+            raise closed_error(self)
+        if self._is_foreign:
+            raise EngineClosedError(
+                f"this {type(self).__name__} belongs to process {self._pid} and cannot be used in "
+                f"its forked child {os.getpid()}; create a new one here"
+            )
+        return engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; `InvalidRequestError` if it has none."""
+        engine = self.engine
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                f"{engine.config.model} has no tokenizer; give prompts as token ids"
+            )
+        return self._tokenizer
+
+    def config(self) -> EffectiveConfig:
+        """Returns the settings in effect: every field is decided."""
+        return self.engine.config
+
+    def stats(self) -> dict[str, int]:
+        """Returns the scheduler's gauges and counters; never waits for a step."""
+        return self.engine.scheduler.stats()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Splits `text` into token ids, with those that the model wants around every prompt."""
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of a whole sequence of token ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix; what runs goes on."""
+        self.engine.scheduler.reset_prefix_cache()
+
+    @property
+    def _is_foreign(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _render(
+        self, conversation: Conversation, add_generation_prompt: bool
+    ) -> tuple[str, list[int]]:
+        """Returns a conversation as the model's prompt, as text and as token ids."""
+        tokenizer = self.tokenizer
+        messages = [dict(message) for message in conversation]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt)
+        # The template writes the special tokens itself: encoding must not add them again.
+        return text, tokenizer.encode(text, add_special_tokens=False)
+
+    def _scored_ids(self, prompt: Prompt, continuation: Prompt) -> tuple[list[int], int]:
+        """Returns prompt and continuation as one list of ids, and how many the latter has."""
+        start = self._ids(prompt, True)
+        end = self._ids(continuation, False)
+        for name, ids in (("prompt", start), ("continuation", end)):
+            if not ids:
+                error = InvalidRequestError(f"the {name} is empty; scoring needs a token of it")
+                error.param = name
+                raise error
+        return start + end, len(end)
+
+    def _ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.encode(prompt, add_special_tokens)
+        return list(prompt)
+
+
+def closed_error(llm: BaseLLM) -> EngineClosedError:
+    """Returns what use after `close` raises."""
+    return EngineClosedError(f"this {type(llm).__name__} is closed; create a new one")
+
+
+def check_pause_mode(mode: str) -> None:
+    """Raises `ValueError` for anything but the two modes."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode is {mode!r}; choose one of {', '.join(get_args(PauseMode))}")

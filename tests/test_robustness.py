@@ -1,0 +1,216 @@
+"""Cancels in all states, faults at random steps, clocks that jump: nothing hangs, leaks or differs.
+
+The short forms run with every change, the long ones in `make soak`.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from async_kit import final, is_idle, live_ids, until
+
+from cbrs import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+
+
+def resident_kib():
+    gc.collect()
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1])
+
+
+def num_threads_and_descriptors():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+class Storm:
+    """Requests of all kinds, 64 at a time, each left alone or cut at a random moment."""
+
+    def __init__(self, llm, seed):
+        self.llm = llm
+        self.choose = random.Random(seed)
+        self.ends = Counter()
+        self.cuts = Counter()
+        self.num_errors = 0
+
+    async def run(self, count):
+        numbers = iter(range(count))
+
+        async def work():
+            for number in numbers:
+                await self.one(number)
+
+        await asyncio.gather(*(work() for _ in range(64)))
+        await until(lambda: is_idle(self.llm))
+
+    async def one(self, number):
+        choose = self.choose
+        # Prompts of up to 8 chunks, some alike; outputs of 1 to 24 tokens, one to three of them.
+        prompt = [1 + choose.randrange(3)] * choose.choice([1, 5, 40, 120])
+        params = SamplingParams(
+            max_tokens=choose.randint(1, 24),
+            n=choose.choice([1, 1, 1, 3]),
+            output_kind=choose.choice(["delta", "cumulative"]),
+        )
+        cut = choose.choice(["never", "at once", "soon", "while it runs", "after its end"])
+        how = choose.choice(["name", "aclose", "task", "drop"])
+        self.cuts[cut, how] += 1
+        name = f"storm-{number}"
+        task = asyncio.create_task(self.read(prompt, params, name, cut, how))
+        if cut in ("at once", "soon"):
+            await asyncio.sleep(0 if cut == "at once" else choose.uniform(0, 0.01))
+            if how == "name":
+                self.llm.cancel(name)
+            else:
+                task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled():
+            task.result()
+        if cut == "after its end":
+            assert not self.llm.cancel(name)
+
+    async def read(self, prompt, params, name, cut, how):
+        stream = self.llm.generate(prompt, params, name)
+        num_before = self.choose.randint(1, params.max_tokens)
+        reasons = {}
+        async for output in stream:
+            for completion in output.outputs:
+                if completion.finish_reason is not None:
+                    reasons[completion.index] = completion.finish_reason
+            if output.finished:
+                break
+            num_before -= 1
+            if cut == "while it runs" and num_before == 0:
+                if how != "name":
+                    await stream.aclose()
+                    self.ends["closed"] += 1
+                    return
+                self.llm.cancel(name)
+        assert sorted(reasons) == list(range(params.n)), "each choice has one end"
+        self.ends[reasons[0]] += 1
+
+
+def storm(llm, count):
+    """Runs `count` requests after a warm-up; nothing may be left of them."""
+    load = Storm(llm, seed=count)
+    asyncio.run(load.run(max(100, count // 10)))
+    before, counts = resident_kib(), num_threads_and_descriptors()
+    accepted, load.ends = llm.stats()["num_accepted_requests"], Counter()
+    asyncio.run(load.run(count))
+    assert resident_kib() <= before * 1.02 + 4096
+    assert num_threads_and_descriptors() == counts
+    assert live_ids(llm) == 0
+    assert llm.engine.processor.num_live == 0
+    assert set(load.ends) >= {"length", "cancelled", "closed"}
+    assert llm.stats()["num_accepted_requests"] > accepted
+    assert len(load.cuts) == 5 * 4
+
+
+def make_stormy(make_async_llm):
+    return make_async_llm(
+        "null", max_num_seqs=16, max_prefill_chunk_tokens=16, num_blocks=64, max_model_len=256
+    )
+
+
+def test_a_storm_of_cancels_in_all_states_leaves_nothing_behind(make_async_llm):
+    storm(make_stormy(make_async_llm), 600)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_a_storm_of_10000_cancels_in_all_states_leaves_nothing_behind(make_async_llm):
+    storm(make_stormy(make_async_llm), 10_000)
+
+
+class FaultAt:
+    """A part of the engine that fails in one call, before or after it has done its work."""
+
+    def __init__(self, function, call, is_before, error):
+        self._function, self._left = function, call
+        self._is_before, self._error = is_before, error
+
+    def __call__(self, *arguments):
+        self._left -= 1
+        if self._left == 0 and self._is_before:
+            raise self._error
+        result = self._function(*arguments)
+        if self._left == 0:
+            raise self._error
+        return result
+
+
+def fail_at_random_steps(llm, monkeypatch, count):
+    """Runs the same eight requests `count` times, each time with a fault at another place."""
+    choose = random.Random(count)
+    prompts = [[5 + number] * (3 + 9 * number) for number in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    expected = [output.outputs for output in llm.generate(prompts, params)]
+    engine, outcomes = llm.engine, Counter()
+    parts = [(engine._runner, "forward"), (engine._sampler, "sample")]
+    for _ in range(count):
+        part, method = choose.choice(parts)
+        fault = FaultAt(
+            getattr(part, method), choose.randint(1, 20), choose.random() < 0.5, OSError("a fault")
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(part, method, fault)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output, completions in zip(outputs, expected, strict=True):
+            outcomes[output.outputs[0].finish_reason] += 1
+            if output.error is None:
+                assert output.outputs == completions
+            else:
+                assert output.error == "OSError: a fault"
+                assert output.outputs[0].finish_reason == "error"
+                got = output.outputs[0].token_ids
+                assert got == completions[0].token_ids[: len(got)]
+        engine.scheduler.check_invariants()
+        assert llm.generate([prompts[3]], params, False)[0].outputs == expected[3]
+    assert set(outcomes) == {"length", "error"}
+
+
+def test_a_fault_at_any_step_fails_what_it_touched_and_nothing_else(make_llm, tiny, monkeypatch):
+    llm = make_llm(tiny, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40)
+    fail_at_random_steps(llm, monkeypatch, 20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_1000_faults_at_random_steps_fail_what_they_touched(make_llm, tiny, monkeypatch):
+    llm = make_llm(tiny, max_num_seqs=4, max_num_batched_tokens=32, num_blocks=40)
+    fail_at_random_steps(llm, monkeypatch, 1000)
+
+
+def test_the_wall_clock_may_jump(make_llm, make_async_llm, monkeypatch):
+    """Patched to jump by an hour at every look, forth and back."""
+    jumps = iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 3600.0 * (-1) ** next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    params = SamplingParams(max_tokens=20)
+    (output,) = make_llm("null:0.001").generate([1], params, use_tqdm=False)
+    streamed = asyncio.run(final(make_async_llm("null:0.001").generate([1], params)))
+    for metrics in (output.metrics, streamed.metrics):
+        assert 0 <= metrics.queue_time_s <= metrics.time_to_first_token_s < metrics.total_time_s
+        assert metrics.total_time_s < 60
+        assert all(latency >= 0 for latency in metrics.inter_token_latencies_s)
+
+
+def test_nothing_but_the_date_of_chat_templates_reads_the_wall_clock():
+    """The kernel's clock cannot be set in a test: that nobody looks at it can be seen."""
+    wall_clock = re.compile(
+        r"\bSystemTime\b|\bUNIX_EPOCH\b|\btime\.time(_ns)?\(|\bdatetime\.|\btime\.(local|gm)time\b"
+    )
+    sources = [*ROOT.glob("rust/*/src/**/*.rs"), *ROOT.glob("python/cbrs/**/*.py")]
+    if not sources:
+        pytest.skip("the sources are not here")
+    assert any("Instant" in path.read_text(encoding="utf-8") for path in sources)
+    readers = {path.name for path in sources if wall_clock.search(path.read_text(encoding="utf-8"))}
+    assert readers == {"template.rs", "strftime.rs"}
