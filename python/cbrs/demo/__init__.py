@@ -133,7 +133,7 @@ def _table(
     """Rows of cells, the header first; a column a policy."""
     columns = list(runs.values())
     num_equal = sum(
-        first.token_ids.tolist() == second.token_ids.tolist()
+        first.outputs[0].token_ids.tolist() == second.outputs[0].token_ids.tolist()
         for first, second in zip(*results.values(), strict=True)
     )
     ttft = [run.time_to_first_token for run in columns]

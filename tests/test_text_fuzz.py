@@ -1,0 +1,377 @@
+"""Random token sequences: whatever way text is made and cut, it is exactly the same text.
+
+Each sequence goes through the detokenizer token by token, and with stop strings through the output
+processor, interleaved with others and both streamed and as a whole. What must come out is said by
+other code: the `tokenizers` package for whole texts, and a search in plain Python for stop strings.
+A short form runs always; `make soak` runs 10^5 sequences.
+"""
+
+import codecs
+import gzip
+import json
+import os
+import random
+import re
+import zlib
+
+import kit
+import numpy as np
+import pytest
+import tokenizers
+
+from cbrs import Scheduler, SchedulerConfig
+from cbrs._core import IncrementalDetokenizer, OutputChannel, OutputProcessor, Tokenizer
+
+NUM_SEQUENCES = 2_000
+"""Of each tokenizer, in the short form."""
+NUM_SOAK_SEQUENCES = 100_000
+"""Of all tokenizers that need no shared data, together."""
+MAX_TOKENS = 48
+NUM_STREAMS = 64
+"""Sequences that go through the output processor at once."""
+
+
+def metaspace_tokenizer():
+    """A vocabulary of whole pieces with a word marker, as Unigram models of other families have.
+
+    There is no byte fallback; several characters outside ASCII, pieces with more than one marker,
+    and added tokens, special and not.
+    """
+    pieces = ["<unk>", "▁", "▁▁", "▁the", "▁a", "a", "b", "c", "ab", "bca", "▁ca", "é", "né", "日"]
+    pieces += [
+        "日本",
+        "語",
+        "😀",
+        "👩‍🚀",
+        "한",
+        "▁한국",
+        "\u0301",
+        ".",
+        ",",
+        "\n",
+        "▁.",
+        "x▁y",
+        "DEF",
+        "\ufffd",
+    ]
+    added = {"<pad>": True, "<mask>": True, "‼": False, " spaced ": False, "▁odd": False}
+    vocab = [[piece, -float(i)] for i, piece in enumerate(pieces)]
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": len(pieces) + i,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": special,
+            }
+            for i, (content, special) in enumerate(added.items())
+        ],
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": vocab},
+    }
+
+
+BUILT = {
+    "byte": kit.byte_tokenizer,
+    "spm": kit.spm_tokenizer,
+    "metaspace": metaspace_tokenizer,
+}
+SHARED = {
+    "gpt-2": "tokenizers/gpt2_tokenizer.json.gz",
+    "qwen2": "tokenizers/qwen2_tokenizer.json.gz",
+    "stories260k": "models/stories260K/tokenizer.json",
+}
+
+
+@pytest.fixture(scope="module", params=[*BUILT, "smollm2", *SHARED])
+def tokenizer_json(request):
+    name = request.param
+    if name in BUILT:
+        return json.dumps(BUILT[name]())
+    if name == "smollm2":
+        from cbrs._core import GgufFile
+
+        return GgufFile(request.getfixturevalue("smollm2_gguf")).tokenizer_json()
+    path = request.getfixturevalue("cbrs_data") / SHARED[name]
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+
+
+codecs.register_error(
+    "replace_bytes", lambda error: ("\ufffd" * (error.end - error.start), error.end)
+)
+
+
+class Fuzz:
+    """One tokenizer, its twin of the `tokenizers` package, and a source of sequences."""
+
+    def __init__(self, tokenizer_json, seed):
+        self.choose = random.Random(zlib.crc32(tokenizer_json.encode()) + seed)
+        self.tokenizer = Tokenizer(tokenizer_json)
+        self.reference = tokenizers.Tokenizer.from_str(tokenizer_json)
+        size = self.tokenizer.vocab_size
+        texts = [self.tokenizer.id_to_token(token) for token in range(size)]
+        self.ids = [token for token in range(size) if texts[token] is not None]
+        added = json.loads(tokenizer_json)["added_tokens"]
+        self.special = {token["id"] for token in added if token["special"]}
+        self.has_byte_tokens = "<0x00>" in texts
+        special = sorted(self.special)
+        # Where a table of rare tokens hides in a large vocabulary, random ids would never meet it.
+        partial = [t for t in self.ids if "\ufffd" in self.text_of([t], False)]
+        short = [t for t in self.ids if len(texts[t]) <= 2]
+        self.pools = [pool for pool in (self.ids, special, partial, short) if pool]
+
+    def text_of(self, ids, skip_special_tokens):
+        if self.has_byte_tokens and not self.is_valid(ids, skip_special_tokens):
+            return self.sentencepiece_text(ids, skip_special_tokens)
+        return self.reference.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def runs(self, ids, skip_special_tokens):
+        """Runs of byte tokens as bytes, other tokens as strings."""
+        runs = []
+        for token in ids:
+            text = self.tokenizer.id_to_token(token)
+            if skip_special_tokens and token in self.special:
+                continue
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", text)
+            if byte and runs and isinstance(runs[-1], bytes):
+                runs[-1] += bytes.fromhex(byte[1])
+            else:
+                runs.append(bytes.fromhex(byte[1]) if byte else text)
+        return runs
+
+    def is_valid(self, ids, skip_special_tokens):
+        runs = self.runs(ids, skip_special_tokens)
+        return all(
+            run == run.decode("utf-8", "ignore").encode() for run in runs if type(run) is bytes
+        )
+
+    def sentencepiece_text(self, ids, skip_special_tokens):
+        """The text with byte runs that are no UTF-8: a replacement for each byte that is wrong.
+
+        So SentencePiece decodes, and so a stream must: what came before is shown already. The
+        `tokenizers` package replaces every byte of such a run, also those of whole characters.
+        """
+        text = ""
+        for run in self.runs(ids, skip_special_tokens):
+            text += (
+                run.decode("utf-8", "replace_bytes")
+                if type(run) is bytes
+                else run.replace("▁", " ")
+            )
+        return text.removeprefix(" ")
+
+    def sequence(self):
+        """Ids of one kind for a while, then of another; every kind of byte and token meets."""
+        ids = []
+        for _ in range(self.choose.randint(1, 6)):
+            pool = self.choose.choice(self.pools)
+            if self.choose.random() < 0.3:
+                pool = [self.choose.choice(pool)]
+            ids += self.choose.choices(pool, k=self.choose.randint(0, 8))
+        return ids[:MAX_TOKENS]
+
+    def stops(self, text):
+        """Parts of the text, such parts with another ending, and what is not in it at all."""
+        stops = []
+        for _ in range(self.choose.choice([0, 1, 1, 2, 4, 16])):
+            start = self.choose.randrange(len(text) + 1)
+            stop = text[start : start + self.choose.randint(1, 9)]
+            if self.choose.random() < 0.3:
+                stop += self.choose.choice("aé日 \n\ufffd")
+            stops.append(stop or "never")
+        return stops
+
+
+def cut_at_stop(text, stops, keeps_stop, searched_from=0):
+    """The text up to the stop string that is complete first (the longest of such), and that one."""
+    found = []
+    for stop in stops:
+        at = text.find(stop, searched_from)
+        if at >= 0:
+            found.append((at + len(stop), -len(stop), stop))
+    if not found:
+        return text, None
+    end, _, stop = min(found)
+    return text[: end if keeps_stop else end - len(stop)], stop
+
+
+def held_back(text, stops):
+    """Length of the longest end of `text` that is the beginning of a stop string."""
+    longest = max(map(len, stops), default=0)
+    return next(
+        (
+            n
+            for n in range(min(longest, len(text)), 0, -1)
+            if text.endswith(tuple(s[:n] for s in stops if len(s) > n))
+        ),
+        0,
+    )
+
+
+def check_pieces(fuzz, ids, skip_special_tokens):
+    """Token by token without stop strings: the same text, and each character as soon as it is."""
+    whole = fuzz.tokenizer.decode(ids, skip_special_tokens)
+    assert whole == fuzz.text_of(ids, skip_special_tokens)
+    stream = IncrementalDetokenizer(fuzz.tokenizer, skip_special_tokens=skip_special_tokens)
+    pieces = [stream.push(token) for token in ids]
+    rest = stream.finish()
+    assert "".join(pieces) + rest == whole
+    assert not rest.strip("\ufffd"), "only what is no character may come with the end"
+    at = fuzz.choose.randrange(len(ids) + 1)
+    until_now = fuzz.tokenizer.decode(ids[:at], skip_special_tokens)
+    shown = "".join(pieces[:at])
+    assert until_now.startswith(shown)
+    assert not until_now[len(shown) :].strip("\ufffd"), "a whole character was held back"
+    return pieces, whole
+
+
+def check_stops(fuzz, ids, pieces, whole):
+    """Token by token with stop strings: nothing of one is shown, and nothing else is held back."""
+    stops = fuzz.stops(whole)
+    keeps_stop = fuzz.choose.random() < 0.3
+    stream = IncrementalDetokenizer(
+        fuzz.tokenizer, stop=stops, include_stop_str_in_output=keeps_stop
+    )
+    expected, stop = cut_at_stop(whole, stops, keeps_stop)
+    shown = made = ""
+    for token, piece in zip(ids, pieces, strict=True):
+        shown += stream.push(token)
+        made += piece
+        if stream.stopped is None:
+            assert shown == made[: len(made) - (0 if keeps_stop else held_back(made, stops))]
+    shown += stream.finish()
+    assert (shown, stream.stopped) == (expected, stop)
+
+
+class Processor:
+    """An output processor whose scheduler is fed with scripts: many sequences at once."""
+
+    def __init__(self, fuzz):
+        self.fuzz = fuzz
+        config = SchedulerConfig(
+            max_num_seqs=NUM_STREAMS,
+            max_num_batched_tokens=4 * NUM_STREAMS,
+            num_blocks=8 * NUM_STREAMS,
+            max_model_len=2 * MAX_TOKENS,
+            vocab_size=fuzz.tokenizer.vocab_size,
+        )
+        self.scheduler = Scheduler(config)
+        self.processor = OutputProcessor(self.scheduler, fuzz.tokenizer)
+        self.channel = OutputChannel()
+
+    def submit(self, index, ids, **parameters):
+        """Streamed for even numbers, as a whole for odd ones."""
+        channel = self.channel if index % 2 == 0 else None
+        prompt, num_tokens = [self.fuzz.ids[0]], len(ids)
+        return self.processor.submit(
+            prompt, index=index, channel=channel, max_tokens=num_tokens, **parameters
+        )
+
+    def run(self, scripts):
+        """Answers every sample with its script until all have ended; gives outputs by index."""
+        batch = self.scheduler.step()
+        while self.processor.num_live:
+            rows = zip(batch.sample_rows.tolist(), batch.sample_positions.tolist(), strict=True)
+            request_of = dict(zip(batch.row_ids.tolist(), batch.request_ids.tolist(), strict=True))
+            tokens = [scripts[request_of[row]][position] for row, position in rows]
+            batch = self.scheduler.step(np.array(tokens, np.int32) if tokens else None)
+        outputs = {result.index: result.outputs[0] for result in self.processor.take_finished()}
+        return {
+            index: (o.text, o.token_ids.tolist(), o.stop_reason) for index, o in outputs.items()
+        } | self.streamed()
+
+    def streamed(self):
+        joined = {}
+        for update in self.channel.take():
+            text, tokens, _ = joined.get(update.index, ("", [], None))
+            joined[update.index] = (
+                text + update.text,
+                tokens + update.token_ids,
+                update.stop_reason,
+            )
+        return joined
+
+
+def check_together(fuzz, processor, sequences):
+    """Sequences side by side, each with its own parameters: each is what it would be alone."""
+    scripts, expected = {}, {}
+    for index, (ids, pieces, whole, skip_special_tokens) in enumerate(sequences):
+        stops = fuzz.stops(whole)
+        keeps_stop = fuzz.choose.random() < 0.3
+        min_tokens = fuzz.choose.choice([0, 0, 0, fuzz.choose.randrange(len(ids) + 1)])
+        request = processor.submit(
+            index,
+            ids,
+            stop=stops,
+            include_stop_str_in_output=keeps_stop,
+            min_tokens=min_tokens,
+            skip_special_tokens=skip_special_tokens,
+        )
+        scripts[request] = ids
+        searched_from = len("".join(pieces[:min_tokens])) if min_tokens < len(ids) else len(whole)
+        text, stop = cut_at_stop(whole, stops, keeps_stop, searched_from)
+        expected[index] = (text, num_tokens_until(pieces, stops, searched_from), stop)
+    got = processor.run(scripts)
+    assert got.keys() == expected.keys()
+    for index, (text, tokens, stop) in got.items():
+        ids = sequences[index][0]
+        expected_text, num_tokens, expected_stop = expected[index]
+        assert (text, stop) == (expected_text, expected_stop)
+        assert tokens == ids[:num_tokens], "the tokens up to the one that completed the stop string"
+
+
+def num_tokens_until(pieces, stops, searched_from):
+    """Tokens up to the one that completes a stop string; all of them if none does."""
+    text = ""
+    for count, piece in enumerate(pieces, 1):
+        text += piece
+        if any(text.find(stop, searched_from) >= 0 for stop in stops):
+            return count
+    return len(pieces)
+
+
+def run_fuzz(tokenizer_json, num_sequences, seed=0):
+    fuzz = Fuzz(tokenizer_json, seed)
+    processor = Processor(fuzz)
+    batch = []
+    for _ in range(num_sequences):
+        ids = fuzz.sequence()
+        skip_special_tokens = fuzz.choose.random() < 0.7
+        pieces, whole = check_pieces(fuzz, ids, skip_special_tokens)
+        if skip_special_tokens:
+            check_stops(fuzz, ids, pieces, whole)
+        if ids:
+            batch.append((ids, pieces, whole, skip_special_tokens))
+        if len(batch) == NUM_STREAMS:
+            check_together(fuzz, processor, batch)
+            batch = []
+    check_together(fuzz, processor, batch)
+    processor.processor.close()
+
+
+def test_any_way_to_make_and_cut_a_text_gives_the_same_text(tokenizer_json):
+    run_fuzz(tokenizer_json, NUM_SEQUENCES)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_a_hundred_thousand_texts_are_the_same_however_they_are_made(tokenizer_json):
+    count = int(os.environ.get("CBRS_SOAK_SEQUENCES", str(NUM_SOAK_SEQUENCES))) // (len(BUILT) + 1)
+    run_fuzz(tokenizer_json, count, seed=1)
+
+
+def test_the_search_in_plain_python_is_the_search_that_is_meant():
+    """The oracle itself, on cases that are easy to see."""
+    assert cut_at_stop("one two three", ["three", "two"], False) == ("one ", "two")
+    assert cut_at_stop("say abc", ["bc", "abc"], True) == ("say abc", "abc")
+    assert cut_at_stop("abcd", ["abc", "ab"], False) == ("", "ab")
+    assert cut_at_stop("abab", ["ab"], False, searched_from=1) == ("ab", "ab")
+    assert held_back("abcDE", ["DEFG", "EX"]) == 2
+    assert held_back("abcDEFG", ["DEFG"]) == 0
+    assert re.fullmatch("▁.*", metaspace_tokenizer()["model"]["vocab"][1][0])
