@@ -4,6 +4,7 @@
 //! 1. What is left out by a shortcut (a floor below which nothing can stay) would have been left out anyway.
 //! 2. An id of weight 0 is never drawn.
 
+use crate::sampling::mass::Histogram;
 use crate::sampling::scan::{BLOCK, Weights};
 use crate::sampling::select::{Candidate, collect, floor_of_count, keep_count, keep_mass};
 use crate::simd::Simd;
@@ -23,6 +24,7 @@ pub(super) struct DrawParameters {
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     weights: Weights,
+    histogram: Histogram,
     kept: Vec<Candidate<f64>>,
     work: Vec<Candidate<f64>>,
     block_work: Vec<f64>,
@@ -39,36 +41,36 @@ pub(super) unsafe fn draw<S: Simd>(
     parameters: &DrawParameters,
     scratch: &mut Scratch,
 ) -> usize {
-    let Scratch { weights, kept, work, block_work } = scratch;
+    let Scratch { weights, histogram, kept, work, block_work } = scratch;
     weights.fill::<S>(scores, largest, parameters.temperature);
-    let vocab_size = scores.len();
-    let is_limited = (1..vocab_size).contains(&parameters.top_k);
-    let floor = if is_limited {
-        floor_of_count(&weights.block_largest, parameters.top_k, 0.0, block_work)
-    } else if parameters.top_p < 1.0 {
-        // All ids below half of this together have less than half of what may be left out.
-        let spared = (1.0 - parameters.top_p) * weights.block_sum.iter().sum::<f64>();
-        spared / (2 * vocab_size) as f64
-    } else if parameters.min_p > 0.0 {
-        parameters.min_p.min(1.0)
-    } else {
-        return pick_from_all(weights, parameters.uniform);
-    };
-    collect(&weights.all, &weights.block_largest, floor, kept);
-    let mut total: f64 = weights.block_sum.iter().sum();
+    let DrawParameters { top_k, top_p, uniform, .. } = *parameters;
+    // The largest weight is 1, so this is the limit itself.
+    let min_p = parameters.min_p.min(1.0);
+    let (is_limited, has_nucleus) = ((1..scores.len()).contains(&top_k), top_p < 1.0);
     if is_limited {
-        keep_count(kept, parameters.top_k, work);
-        total = kept.iter().map(|candidate| candidate.value).sum();
+        let floor = floor_of_count(&weights.block_largest, top_k, 0.0, block_work);
+        collect(&weights.all, &weights.block_largest, floor, kept);
+        keep_count(kept, top_k, work);
+        if has_nucleus {
+            let total: f64 = kept.iter().map(|candidate| candidate.value).sum();
+            keep_mass(kept, top_p * total, f64::INFINITY, work);
+        }
+    } else if has_nucleus {
+        let total: f64 = weights.block_sum.iter().sum();
+        // All ids below this together have less than half of what may be left out.
+        let least = (1.0 - top_p) * total / (2 * scores.len()) as f64;
+        let bounds = histogram.bounds(weights, least, top_p * total);
+        collect(&weights.all, &weights.block_largest, bounds.floor, kept);
+        keep_mass(kept, top_p * total, bounds.certain, work);
+    } else if min_p > 0.0 {
+        collect(&weights.all, &weights.block_largest, min_p, kept);
+    } else {
+        return pick_from_all(weights, uniform);
     }
-    if parameters.top_p < 1.0 {
-        keep_mass(kept, parameters.top_p * total, work);
+    if min_p > 0.0 {
+        kept.retain(|candidate| candidate.value >= min_p);
     }
-    if parameters.min_p > 0.0 {
-        // The largest weight is 1, so this is the limit itself.
-        let limit = parameters.min_p.min(1.0);
-        kept.retain(|candidate| candidate.value >= limit);
-    }
-    pick(kept, parameters.uniform)
+    pick(kept, uniform)
 }
 
 /// The number that the cumulated weights must exceed: rounding may lift the product to the total itself.

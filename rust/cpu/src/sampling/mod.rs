@@ -6,6 +6,7 @@
 //! | `change` | bias, penalties and bans, on a copy of the row |
 //! | `scan` | whole passes over a row: largest logits, weights, sums |
 //! | `select` | finding the largest few without sorting the row |
+//! | `mass` | a histogram, which narrows `top_p` down |
 //! | `draw` | `top_k`, `top_p`, `min_p` and the draw |
 //! | `logprobs` | log-probability, rank and the most likely ids |
 //!
@@ -22,6 +23,7 @@ mod args;
 mod change;
 mod draw;
 mod logprobs;
+mod mass;
 mod scan;
 mod select;
 

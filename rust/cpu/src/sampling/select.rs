@@ -64,13 +64,27 @@ pub(super) fn keep_count<T: PartialOrd + Copy>(
 }
 
 /// Keeps the fewest preferred candidates whose sum reaches `target`, in the order that they had.
-pub(super) fn keep_mass(candidates: &mut Vec<Candidate<f64>>, target: f64, work: &mut Vec<Candidate<f64>>) {
+///
+/// Those of at least `certain` do not reach it, so they stay without being looked at.
+pub(super) fn keep_mass(
+    candidates: &mut Vec<Candidate<f64>>,
+    target: f64,
+    certain: f64,
+    work: &mut Vec<Candidate<f64>>,
+) {
     /// So few are sorted.
     const FEW: usize = 16;
-    work.clone_from(candidates);
-    let (mut start, mut end) = (0, work.len());
-    // Sum of what comes before `start`, which does not reach the target.
+    work.clear();
+    // Sum of what comes before `start` below, which does not reach the target.
     let mut mass = 0.0;
+    for candidate in &*candidates {
+        if candidate.value >= certain {
+            mass += candidate.value;
+        } else {
+            work.push(*candidate);
+        }
+    }
+    let (mut start, mut end) = (0, work.len());
     while end - start > FEW {
         let middle = (end - start) / 2;
         work[start..end].select_nth_unstable_by(middle, by_preference);
@@ -115,7 +129,7 @@ mod tests {
         keep_count(&mut kept, 2, &mut Vec::new());
         assert_eq!(ids(&kept), [0, 1]);
         let mut kept = candidates(&[0.5; 100]);
-        keep_mass(&mut kept, 10.0, &mut Vec::new());
+        keep_mass(&mut kept, 10.0, f64::INFINITY, &mut Vec::new());
         assert_eq!(ids(&kept), (0..20).collect::<Vec<_>>());
     }
 
@@ -123,7 +137,7 @@ mod tests {
     fn the_fewest_that_reach_the_mass_stay() {
         for (target, expected) in [(1.0, &[1][..]), (1.01, &[1, 2]), (1.8, &[0, 1, 2]), (9.0, &[0, 1, 2, 3])] {
             let mut kept = candidates(&[0.4, 1.0, 0.5, 0.1]);
-            keep_mass(&mut kept, target, &mut Vec::new());
+            keep_mass(&mut kept, target, f64::INFINITY, &mut Vec::new());
             assert_eq!(ids(&kept), expected, "mass {target}");
         }
     }
@@ -140,9 +154,13 @@ mod tests {
             keep_count(&mut kept, count, &mut Vec::new());
             assert_eq!(ids(&kept), expected);
             let mass: f64 = sorted[..count].iter().map(|candidate| candidate.value).sum();
-            let mut kept = candidates(&values);
-            keep_mass(&mut kept, mass - sorted[count - 1].value / 2.0, &mut Vec::new());
-            assert!(ids(&kept) == expected || sorted[count - 1].value == 0.0);
+            if sorted[count - 1].value > 0.0 {
+                for certain in [f64::INFINITY, sorted[count - 1].value * 1.001] {
+                    let mut kept = candidates(&values);
+                    keep_mass(&mut kept, mass - sorted[count - 1].value / 2.0, certain, &mut Vec::new());
+                    assert_eq!(ids(&kept), expected);
+                }
+            }
         }
     }
 }
