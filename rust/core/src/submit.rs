@@ -114,9 +114,6 @@ impl Submitter {
             return Err(Error::Closed);
         }
         spec.truncate_prompt(shared.max_model_len)?;
-        if spec.prompt_logprobs.is_some() {
-            return Err(Error::Unsupported { name: "prompt_logprobs" });
-        }
         let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len)?;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u64;
         shared.gate.reserve(num_prompt_tokens)?;

@@ -32,6 +32,7 @@ impl Model {
                 self.request_of(index).choices.len(),
                 usize::from(self.request_of(index).leader == Some(index)),
                 usize::from(self.request_of(index).is_forked),
+                self.num_untold(index),
                 usize::from(index < self.left_out) + 2 * usize::from(index == self.left_out),
             ];
             state.add_all(counts.into_iter().map(|count| count as u64));

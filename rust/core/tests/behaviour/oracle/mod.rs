@@ -7,17 +7,20 @@ mod arrays;
 mod cache;
 mod fingerprint;
 mod forks;
+mod logprobs;
 mod memory;
 mod model;
 mod order;
 mod plan;
 mod requests;
+mod tables;
 mod trace;
 
 use std::sync::Arc;
 
 use cbrs_core::{Batch, Error, FinishReason, RequestSpec, Scheduler, SchedulerConfig, StepResult, Submitter};
 
+use crate::fake;
 use crate::script::{Script, run};
 pub(crate) use memory::Memory;
 pub(crate) use model::{Model, Seen};
@@ -98,12 +101,23 @@ impl Oracle {
         self.now_ns += 1;
         self.model.apply_controls();
         self.model.commit(tokens, errors);
-        let step_id = Some(self.scheduler.batch().step_id).filter(|_| self.scheduler.is_in_flight());
-        let row_error = errors.iter().any(|&error| error != 0).then_some(errors);
-        let result = StepResult { step_id, token_ids: tokens, row_error, ..StepResult::default() };
-        self.scheduler.step((!tokens.is_empty()).then_some(&result), self.now_ns).expect("the result is right");
+        let batch = self.scheduler.batch();
+        let in_flight = self.scheduler.is_in_flight();
+        let logprobs = in_flight.then(|| fake::logprobs(batch, self.scheduler.sampling(), tokens)).flatten();
+        let prompt_logprobs = in_flight.then(|| fake::prompt_logprobs(batch)).flatten();
+        let has_answer = !tokens.is_empty() || prompt_logprobs.is_some();
+        let result = StepResult {
+            step_id: in_flight.then_some(batch.step_id),
+            token_ids: tokens,
+            row_error: errors.iter().any(|&error| error != 0).then_some(errors),
+            logprobs: logprobs.as_ref().map(fake::Matrix::lend),
+            prompt_logprobs: prompt_logprobs.as_ref().map(fake::Matrix::lend),
+            ..StepResult::default()
+        };
+        self.scheduler.step(has_answer.then_some(&result), self.now_ns).expect("the result is right");
         let output = self.scheduler.output();
         check_events(output, &std::mem::take(&mut self.model.events));
+        self.model.check_told(output);
         assert_eq!((output.step_id, output.time_ns), (self.scheduler.batch().step_id, self.now_ns));
         self.model.check_plan(&self.scheduler);
         self.check();
