@@ -66,7 +66,9 @@ def test_deltas_joined_are_the_result_and_every_step_brings_one(llm):
 
 
 def test_final_only_gives_one_output(llm):
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, output_kind="final_only")
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, ignore_eos=True, output_kind="final_only"
+    )
 
     async def main():
         outputs = await collect(llm.generate([1, 2, 3], params))
