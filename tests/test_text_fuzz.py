@@ -1,13 +1,14 @@
 """Random token sequences: whatever way text is made and cut, it is exactly the same text.
 
 Each sequence goes through the detokenizer token by token, and with stop strings through the output
-processor, interleaved with others and both streamed and as a whole. What must come out is said by
-other code: the `tokenizers` package for whole texts, and a search in plain Python for stop strings.
+processor, as a choice of a request among others, streamed or as a whole. What must come out is said
+by other code: the `tokenizers` package for whole texts, a search in plain Python for stop strings.
 A short form runs always; `make soak` runs 10^5 sequences.
 """
 
 import codecs
 import gzip
+import itertools
 import json
 import os
 import random
@@ -176,6 +177,12 @@ class Fuzz:
             ids += self.choose.choices(pool, k=self.choose.randint(0, 8))
         return ids[:MAX_TOKENS]
 
+    def group(self):
+        """The sequences of one request's choices, all as long as the longest."""
+        group = [self.sequence() for _ in range(self.choose.choice([1, 1, 1, 2, 4]))]
+        length = max(map(len, group))
+        return [list(itertools.islice(itertools.cycle(ids or self.ids), length)) for ids in group]
+
     def stops(self, text):
         """Parts of the text, such parts with another ending, and what is not in it at all."""
         stops = []
@@ -253,7 +260,6 @@ class Processor:
     """An output processor whose scheduler is fed with scripts: many sequences at once."""
 
     def __init__(self, fuzz):
-        self.fuzz = fuzz
         config = SchedulerConfig(
             max_num_seqs=NUM_STREAMS,
             max_num_batched_tokens=4 * NUM_STREAMS,
@@ -261,73 +267,83 @@ class Processor:
             max_model_len=2 * MAX_TOKENS,
             vocab_size=fuzz.tokenizer.vocab_size,
         )
+        self.prompt = [fuzz.ids[0]]
         self.scheduler = Scheduler(config)
         self.processor = OutputProcessor(self.scheduler, fuzz.tokenizer)
         self.channel = OutputChannel()
 
-    def submit(self, index, ids, **parameters):
+    def submit(self, index, **parameters):
         """Streamed for even numbers, as a whole for odd ones."""
         channel = self.channel if index % 2 == 0 else None
-        prompt, num_tokens = [self.fuzz.ids[0]], len(ids)
-        return self.processor.submit(
-            prompt, index=index, channel=channel, max_tokens=num_tokens, **parameters
-        )
+        return self.processor.submit(self.prompt, index=index, channel=channel, **parameters)
 
     def run(self, scripts):
-        """Answers every sample with its script until all have ended; gives outputs by index."""
+        """Answers every sample with the script of its request and choice until all have ended.
+
+        Returns text, tokens and stop reason by index and choice.
+        """
         batch = self.scheduler.step()
         while self.processor.num_live:
-            rows = zip(batch.sample_rows.tolist(), batch.sample_positions.tolist(), strict=True)
-            request_of = dict(zip(batch.row_ids.tolist(), batch.request_ids.tolist(), strict=True))
-            tokens = [scripts[request_of[row]][position] for row, position in rows]
+            rows = zip(batch.row_ids.tolist(), batch.request_ids.tolist(), strict=True)
+            request_of = dict(rows)
+            samples = zip(
+                batch.sample_rows.tolist(),
+                batch.sample_choices.tolist(),
+                batch.sample_positions.tolist(),
+                strict=True,
+            )
+            tokens = [scripts[request_of[row]][choice][at] for row, choice, at in samples]
             batch = self.scheduler.step(np.array(tokens, np.int32) if tokens else None)
-        outputs = {result.index: result.outputs[0] for result in self.processor.take_finished()}
-        return {
-            index: (o.text, o.token_ids.tolist(), o.stop_reason) for index, o in outputs.items()
-        } | self.streamed()
+        told = self.streamed()
+        for result in self.processor.take_finished():
+            for output in result.outputs:
+                text, tokens = output.text, output.token_ids.tolist()
+                told[result.index, output.index] = (text, tokens, output.stop_reason)
+        return told
 
     def streamed(self):
-        joined = {}
+        told = {}
         for update in self.channel.take():
-            text, tokens, _ = joined.get(update.index, ("", [], None))
-            joined[update.index] = (
-                text + update.text,
-                tokens + update.token_ids,
-                update.stop_reason,
-            )
-        return joined
+            key = update.index, update.choice
+            text, tokens, _ = told.get(key, ("", [], None))
+            told[key] = (text + update.text, tokens + update.token_ids, update.stop_reason)
+        return told
 
 
-def check_together(fuzz, processor, sequences):
-    """Sequences side by side, each with its own parameters: each is what it would be alone."""
+def check_together(fuzz, processor, groups):
+    """Requests side by side, each with its own parameters: each choice is what it would be alone.
+
+    A group is the sequences of one request's choices, as `(ids, pieces, whole)`, all as long.
+    """
     scripts, expected = {}, {}
-    for index, (ids, pieces, whole, skip_special_tokens) in enumerate(sequences):
-        stops = fuzz.stops(whole)
+    for index, (skip_special_tokens, group) in enumerate(groups):
+        num_tokens = len(group[0][0])
+        stops = fuzz.stops(fuzz.choose.choice(group)[2])
         keeps_stop = fuzz.choose.random() < 0.3
-        min_tokens = fuzz.choose.choice([0, 0, 0, fuzz.choose.randrange(len(ids) + 1)])
+        min_tokens = fuzz.choose.choice([0, 0, 0, fuzz.choose.randrange(num_tokens + 1)])
         request = processor.submit(
             index,
-            ids,
+            n=len(group),
+            max_tokens=num_tokens,
             stop=stops,
             include_stop_str_in_output=keeps_stop,
             min_tokens=min_tokens,
             skip_special_tokens=skip_special_tokens,
         )
-        scripts[request] = ids
-        searched_from = len("".join(pieces[:min_tokens])) if min_tokens < len(ids) else len(whole)
-        text, stop = cut_at_stop(whole, stops, keeps_stop, searched_from)
-        expected[index] = (text, num_tokens_until(pieces, stops, searched_from), stop)
-    got = processor.run(scripts)
-    assert got.keys() == expected.keys()
-    for index, (text, tokens, stop) in got.items():
-        ids = sequences[index][0]
-        expected_text, num_tokens, expected_stop = expected[index]
-        assert (text, stop) == (expected_text, expected_stop)
-        assert tokens == ids[:num_tokens], "the tokens up to the one that completed the stop string"
+        scripts[request] = [ids for ids, _, _ in group]
+        for choice, (ids, pieces, whole) in enumerate(group):
+            start = len("".join(pieces[:min_tokens])) if min_tokens < num_tokens else len(whole)
+            text, stop = cut_at_stop(whole, stops, keeps_stop, start)
+            tokens = ids[: num_tokens_until(pieces, stops, start)]
+            expected[index, choice] = (text, tokens, stop)
+    assert processor.run(scripts) == expected
 
 
 def num_tokens_until(pieces, stops, searched_from):
-    """Tokens up to the one that completes a stop string; all of them if none does."""
+    """Tokens up to the one that completes a stop string; all of them if none does.
+
+    Bytes at the end that became no character, and that end a stop string, come with no token.
+    """
     text = ""
     for count, piece in enumerate(pieces, 1):
         text += piece
@@ -339,19 +355,23 @@ def num_tokens_until(pieces, stops, searched_from):
 def run_fuzz(tokenizer_json, num_sequences, seed=0):
     fuzz = Fuzz(tokenizer_json, seed)
     processor = Processor(fuzz)
-    batch = []
-    for _ in range(num_sequences):
-        ids = fuzz.sequence()
+    groups, num_streams = [], 0
+    while num_sequences > 0:
         skip_special_tokens = fuzz.choose.random() < 0.7
-        pieces, whole = check_pieces(fuzz, ids, skip_special_tokens)
-        if skip_special_tokens:
-            check_stops(fuzz, ids, pieces, whole)
-        if ids:
-            batch.append((ids, pieces, whole, skip_special_tokens))
-        if len(batch) == NUM_STREAMS:
-            check_together(fuzz, processor, batch)
-            batch = []
-    check_together(fuzz, processor, batch)
+        group = []
+        for ids in fuzz.group():
+            pieces, whole = check_pieces(fuzz, ids, skip_special_tokens)
+            if skip_special_tokens:
+                check_stops(fuzz, ids, pieces, whole)
+            group.append((ids, pieces, whole))
+        num_sequences -= len(group)
+        if num_streams + len(group) > NUM_STREAMS:
+            check_together(fuzz, processor, groups)
+            groups, num_streams = [], 0
+        if group[0][0]:
+            groups.append((skip_special_tokens, group))
+            num_streams += len(group)
+    check_together(fuzz, processor, groups)
     processor.processor.close()
 
 

@@ -17,6 +17,8 @@ pub(crate) struct Rig {
     pub(crate) scheduler: Scheduler,
     pub(crate) processor: OutputProcessor,
     script: Vec<i32>,
+    /// What a choice says at an output position, where the script has this token.
+    pub(crate) say: fn(i32, i32, i32) -> i32,
     pub(crate) time_ns: u64,
 }
 
@@ -38,7 +40,7 @@ impl Rig {
         let mut scheduler = Scheduler::new(config).unwrap();
         let processor = OutputProcessor::new(scheduler.submitter(), tokenizer).unwrap();
         scheduler.set_output_sink(Some(processor.sink()));
-        Self { scheduler, processor, script: script.to_vec(), time_ns: 0 }
+        Self { scheduler, processor, script: script.to_vec(), say: |_, _, token| token, time_ns: 0 }
     }
 
     pub(crate) fn submit(&self, max_tokens: u64, stops: &[&str]) -> u64 {
@@ -75,13 +77,12 @@ impl Rig {
 
     /// One step, one millisecond later; returns whether something ran.
     pub(crate) fn step(&mut self) -> bool {
-        let tokens: Vec<i32> = self
-            .scheduler
-            .batch()
-            .sample_positions
-            .iter()
-            .map(|&position| self.script[position as usize % self.script.len()])
-            .collect();
+        let batch = self.scheduler.batch();
+        let samples = batch.sample_choices.iter().zip(&batch.sample_positions);
+        let answer = |(&choice, &position): (&i32, &i32)| {
+            (self.say)(choice, position, self.script[position as usize % self.script.len()])
+        };
+        let tokens: Vec<i32> = samples.map(answer).collect();
         let result = StepResult { token_ids: &tokens, ..StepResult::default() };
         self.time_ns += 1_000_000;
         let is_idle = self.scheduler.batch().num_samples() == 0;
