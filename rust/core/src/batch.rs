@@ -246,6 +246,40 @@ impl StepOutput {
         }
     }
 
+    /// Whether `num_events` more fit the memory of the events' arrays.
+    pub(crate) fn has_room(&self, num_events: usize) -> bool {
+        let capacities = [
+            self.request_ids.capacity(),
+            self.choice_ids.capacity(),
+            self.token_ids.capacity(),
+            self.finish_reasons.capacity(),
+            self.stop_ids.capacity(),
+        ];
+        capacities.iter().all(|&capacity| self.len() + num_events <= capacity)
+    }
+
+    /// The same with room for `num_events` more, and as many as there are, in new memory.
+    pub(crate) fn enlarged(&self, num_events: usize) -> Self {
+        let max_events = 2 * self.len() + num_events;
+        let mut larger = Self {
+            details: self.details.clone(),
+            logprob_events: self.logprob_events.clone(),
+            logprobs: self.logprobs.clone(),
+            prompt_logprob_requests: self.prompt_logprob_requests.clone(),
+            prompt_logprob_positions: self.prompt_logprob_positions.clone(),
+            prompt_logprobs: self.prompt_logprobs.clone(),
+            ..Self::with_capacity(max_events, self.started_request_ids.capacity())
+        };
+        larger.request_ids.extend_from_slice(&self.request_ids);
+        larger.choice_ids.extend_from_slice(&self.choice_ids);
+        larger.token_ids.extend_from_slice(&self.token_ids);
+        larger.finish_reasons.extend_from_slice(&self.finish_reasons);
+        larger.stop_ids.extend_from_slice(&self.stop_ids);
+        larger.started_request_ids.extend_from_slice(&self.started_request_ids);
+        larger.started_num_cached_tokens.extend_from_slice(&self.started_num_cached_tokens);
+        larger
+    }
+
     /// Number of events.
     pub fn len(&self) -> usize {
         self.request_ids.len()

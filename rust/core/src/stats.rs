@@ -5,7 +5,7 @@
 pub struct Stats {
     /// Sequences that own a row.
     pub num_running: u64,
-    /// Accepted requests that own no row: never started, or preempted.
+    /// Requests that have not started, and choices of started ones that own no row: preempted, or not started yet.
     pub num_waiting: u64,
     /// Unheld blocks without content.
     pub num_free_blocks: u64,
@@ -21,15 +21,15 @@ pub struct Stats {
     pub num_scheduled_tokens: u64,
     /// Requests accepted by `submit`.
     pub num_accepted_requests: u64,
-    /// Requests ended by EOS, a stop id or a stop string.
+    /// Choices ended by EOS, a stop id or a stop string.
     pub num_stop_requests: u64,
-    /// Requests ended by `max_tokens` or the context.
+    /// Choices ended by `max_tokens` or the context.
     pub num_length_requests: u64,
-    /// Requests ended by a cancel or by closing.
+    /// Choices ended by a cancel or by closing.
     pub num_cancelled_requests: u64,
-    /// Requests ended by a failed step.
+    /// Choices ended by a failed step.
     pub num_error_requests: u64,
-    /// Prompt tokens of started requests.
+    /// Prompt tokens of started requests, each request's once.
     pub num_prompt_tokens: u64,
     /// Of these, tokens found in the prefix cache at first admission.
     pub num_cached_prompt_tokens: u64,

@@ -68,7 +68,8 @@ impl Shared {
         Self {
             queue: RequestQueue::new(config.queue_capacity),
             controls: ControlStack::new(),
-            // Waiting requests are bounded by the gate and started ones by the rows; a started request keeps its slot while preempted.
+            // Waiting requests are bounded by the gate and started ones by the rows: none starts while a choice of a started one waits for a row
+            // (or one of its choices runs).
             slots: SlotTable::new(config.queue_capacity + config.max_num_seqs),
             gate: AdmissionGate::new(config.queue_capacity, config.max_queued_tokens),
             waker: Waker::new(),
@@ -113,9 +114,6 @@ impl Submitter {
             return Err(Error::Closed);
         }
         spec.truncate_prompt(shared.max_model_len)?;
-        if spec.n > 1 {
-            return Err(Error::Unsupported { name: "n" });
-        }
         if spec.prompt_logprobs.is_some() {
             return Err(Error::Unsupported { name: "prompt_logprobs" });
         }
@@ -150,7 +148,7 @@ impl Submitter {
         (root, hasher.chain(root, &spec.prompt_token_ids))
     }
 
-    /// Asks for the end of a request; its terminal event is `cancelled` unless it ends otherwise first. O(1), never waits.
+    /// Asks for the end of a request; the terminal event of each of its choices is `cancelled` unless it ends otherwise first. O(1), never waits.
     ///
     /// Returns whether this is the first cancel of a live request; any other id is a no-op.
     pub fn cancel(&self, id: RequestId) -> bool {
@@ -164,7 +162,8 @@ impl Submitter {
 
     /// Ends a choice as `stop` after its first `num_tokens` output tokens, e.g. at a stop string; later tokens are dropped.
     ///
-    /// Returns whether the request was live; any other id is a no-op, and a choice that ended otherwise stays as it ended.
+    /// Returns whether the request was live; any other id is a no-op, a choice that ended otherwise stays as it ended, and one that has not
+    /// started goes on: it has no text in which a stop string could be found.
     pub fn finish(&self, id: RequestId, choice: i32, num_tokens: u32, stop_reason: Option<Arc<str>>) -> bool {
         let live = self.shared.slots.is_live(id);
         if live {
@@ -199,7 +198,7 @@ impl Submitter {
     pub fn stats(&self) -> Stats {
         let shared = &*self.shared;
         let mut stats = *shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // The snapshot counts preempted requests; those that never started are counted by the gate.
+        // The snapshot counts choices of started requests; requests that never started are counted by the gate.
         stats.num_waiting += shared.gate.queued_requests() as u64;
         stats.num_queued_tokens = shared.gate.queued_tokens();
         stats.num_accepted_requests = shared.num_accepted.load(Ordering::Relaxed);

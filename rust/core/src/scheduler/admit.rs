@@ -1,12 +1,14 @@
-//! Admission: which waiting requests get a row and blocks.
+//! Admission: which waiting sequences get a row and blocks.
 //!
-//! 1. A request is admitted with all blocks of its known tokens or not at all; a refusal changes nothing.
-//! 2. First come, first served: nothing passes a request that lacks memory. Only a request that waits for a block which another one is
-//!    filling right now may be passed, for at most `MAX_DEFERRALS` steps and by at most `MAX_OVERTAKES` requests.
-//! 3. A preempted request comes before all that have not started, and is never passed.
+//! 1. A sequence is admitted with all blocks of its known tokens or not at all; a refusal changes nothing.
+//! 2. Order: preempted sequences; then choices of started requests; then requests that have not started; each in order of arrival.
+//! 3. Nothing passes a sequence that lacks memory. Only a request that has not started and waits for a block which another one is filling
+//!    right now may be passed, for at most `MAX_DEFERRALS` steps and by at most `MAX_OVERTAKES` requests. Choices that wait for the
+//!    prompt which one of them is computing are not in line yet.
 
+use super::choices::Fork;
 use super::rows::Row;
-use super::{Request, Scheduler, State};
+use super::{Request, Scheduler};
 use crate::block::Parent;
 use crate::row_tables::NewRow;
 
@@ -15,7 +17,16 @@ const MAX_DEFERRALS: u8 = 2;
 /// Later arrivals that may be admitted before a request that waits so.
 const MAX_OVERTAKES: u8 = 16;
 
-/// Why a request was not admitted.
+/// Who may be admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Waiter {
+    /// A preempted sequence.
+    Preempted { sequence: u32 },
+    /// The next choice of the request in this slot.
+    Choice { slot: u32 },
+}
+
+/// Why a sequence was not admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refusal {
     /// Too few blocks are available.
@@ -25,30 +36,33 @@ enum Refusal {
 }
 
 impl Scheduler {
-    /// Admits waiting requests while rows, blocks and `budget` tokens last, and schedules their first tokens.
+    /// Admits waiting sequences while rows, blocks and `budget` tokens last, and schedules their first tokens.
     pub(super) fn admit(&mut self, mut budget: usize) {
         let mut growth = None;
         let mut deferred: Vec<u32> = Vec::new();
-        let mut cursor = self.waiting.first();
-        while let Some(slot) = cursor {
+        let mut cursor = self.first_waiter();
+        while let Some(waiter) = cursor {
             if budget == 0 || self.rows.num_free() == 0 {
                 break;
             }
-            cursor = self.waiting.after(slot);
+            let next = self.waiter_after(waiter);
             let reserve = *growth.get_or_insert_with(|| self.num_growing());
-            match self.try_admit(slot, reserve) {
+            match self.try_admit(waiter, reserve) {
                 Ok(row) => {
                     growth = Some(reserve + usize::from(self.rows.get(row).may_grow(self.config.block_size)));
                     budget -= self.plan_chunk(row, budget);
                     if self.overtake(&deferred) {
                         break;
                     }
+                    cursor = if self.has_more(waiter) { cursor } else { next };
                 }
                 Err(Refusal::BlockInFlight) => {
+                    let Waiter::Choice { slot } = waiter else { unreachable!("a preempted sequence never waits so") };
                     deferred.push(slot);
                     if deferred.len() > usize::from(MAX_OVERTAKES) {
                         break;
                     }
+                    cursor = next;
                 }
                 Err(Refusal::NoMemory) => break,
             }
@@ -58,15 +72,38 @@ impl Scheduler {
         }
     }
 
-    /// Fills the rows, all of them free, with a fixed group of requests, whose tokens are then scheduled like those of any running sequence.
+    /// Fills the rows, all of them free, with a fixed group of sequences, whose tokens are then scheduled like those of any running one.
     pub(super) fn admit_group(&mut self) {
         let mut reserve = 0;
-        while let Some(slot) = self.waiting.first().filter(|_| self.rows.num_free() > 0) {
-            let Ok(row) = self.try_admit(slot, reserve) else {
+        while let Some(waiter) = self.first_waiter().filter(|_| self.rows.num_free() > 0) {
+            let Ok(row) = self.try_admit(waiter, reserve) else {
                 break;
             };
             reserve += usize::from(self.rows.get(row).may_grow(self.config.block_size));
         }
+    }
+
+    fn first_waiter(&self) -> Option<Waiter> {
+        let preempted = self.preempted.first().map(|sequence| Waiter::Preempted { sequence });
+        preempted.or_else(|| self.waiting.first().map(|slot| Waiter::Choice { slot }))
+    }
+
+    fn waiter_after(&self, waiter: Waiter) -> Option<Waiter> {
+        let after = match waiter {
+            Waiter::Preempted { sequence } => {
+                if let Some(sequence) = self.preempted.after(sequence) {
+                    return Some(Waiter::Preempted { sequence });
+                }
+                self.waiting.first()
+            }
+            Waiter::Choice { slot } => self.waiting.after(slot),
+        };
+        after.map(|slot| Waiter::Choice { slot })
+    }
+
+    /// Whether the request that was just served has another choice that could start.
+    fn has_more(&self, waiter: Waiter) -> bool {
+        matches!(waiter, Waiter::Choice { slot } if self.request(slot).is_waiting())
     }
 
     /// Counts that each of `deferred` was passed once more; returns whether one of them must not be passed again.
@@ -87,60 +124,94 @@ impl Scheduler {
         self.running.iter().filter(|&&row| self.rows.get(row).may_grow(block_size)).count()
     }
 
-    /// Gives a waiting request a row and the blocks of its known tokens; cached ones count as computed.
-    fn try_admit(&mut self, slot: u32, reserve: usize) -> Result<u32, Refusal> {
-        let block_size = self.config.block_size;
-        self.find_hits(slot);
-        let request = self.request(slot);
-        let num_blocks = request.tokens.len().div_ceil(block_size);
-        let num_new = num_blocks - self.hits.len();
-        let max_blocks = (request.max_num_tokens as usize - 1).div_ceil(block_size);
-        // An empty engine admits its first request without reserve: it fits alone, or `submit` would have refused it.
-        let reserve = if self.running.is_empty() { 0 } else { reserve + usize::from(max_blocks > num_blocks) };
-        let num_unheld_hits = self.hits.iter().filter(|&&block| self.pool.ref_count(block) == 0).count();
-        if self.pool.num_available() - num_unheld_hits < num_new + reserve {
-            return Err(Refusal::NoMemory);
-        }
-        if self.waits_for_block_in_flight(slot) {
+    /// Gives a waiting sequence a row and the blocks of its known tokens; cached and pinned ones count as computed.
+    fn try_admit(&mut self, waiter: Waiter, reserve: usize) -> Result<u32, Refusal> {
+        let num_new = loop {
+            self.find_hits(waiter);
+            if let Some(num_new) = self.num_new_blocks(waiter, reserve) {
+                break num_new;
+            }
+            // Nobody who runs will give back a block, so what is pinned for others has to go.
+            if !self.running.is_empty() || !self.drop_newest_pins(false) {
+                return Err(Refusal::NoMemory);
+            }
+        };
+        if self.waits_for_block_in_flight(waiter) {
             return Err(Refusal::BlockInFlight);
         }
-        Ok(self.start(slot, num_new))
+        Ok(self.start(waiter, num_new))
     }
 
-    /// Finds the cached blocks of a request's known tokens; at least one token is left to compute.
-    fn find_hits(&mut self, slot: u32) {
-        self.hits.clear();
-        if !self.config.enable_prefix_caching {
-            return;
-        }
+    /// Blocks that the sequence needs besides its `hits`; `None` if there is no room for them.
+    fn num_new_blocks(&self, waiter: Waiter, reserve: usize) -> Option<usize> {
         let block_size = self.config.block_size;
-        let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
-        let max_hits = (request.tokens.len() - 1) / block_size;
-        // A preempted request has not hashed what it generated after the cache was reset under it.
-        request.hash_blocks(max_hits, &self.shared.hasher, block_size);
-        let mut parent = Parent::Root(request.root);
-        for (&hash, tokens) in request.hashes.iter().zip(request.tokens.chunks_exact(block_size)).take(max_hits) {
+        let (num_tokens, request) = match waiter {
+            Waiter::Preempted { sequence } => {
+                let sequence = &self.sequences[sequence];
+                (sequence.tokens.len(), self.request(sequence.request.slot()))
+            }
+            Waiter::Choice { slot } => (self.request(slot).prompt.len(), self.request(slot)),
+        };
+        let num_blocks = num_tokens.div_ceil(block_size);
+        let num_new = num_blocks - self.hits.blocks.len();
+        let max_blocks = (request.max_num_tokens as usize - 1).div_ceil(block_size);
+        // An empty engine admits its first sequence without reserve: it fits alone, or `submit` would have refused it.
+        let reserve = if self.running.is_empty() { 0 } else { reserve + usize::from(max_blocks > num_blocks) };
+        let num_unheld_hits = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) == 0).count();
+        (self.pool.num_available() - num_unheld_hits >= num_new + reserve).then_some(num_new)
+    }
+
+    /// Finds computed blocks of a sequence's known tokens, in the cache or pinned by its request; at least one token is left to compute.
+    fn find_hits(&mut self, waiter: Waiter) {
+        let block_size = self.config.block_size;
+        self.hits.blocks.clear();
+        self.hits.are_published = self.config.enable_prefix_caching;
+        let (slot, root, hashes, tokens) = match waiter {
+            Waiter::Choice { slot } => {
+                let request = self.requests[slot as usize].as_ref().expect("a listed slot has a request");
+                (slot, request.root, &request.prompt_hashes, &request.prompt)
+            }
+            Waiter::Preempted { sequence } => {
+                let sequence = &mut self.sequences[sequence];
+                if self.config.enable_prefix_caching {
+                    // It has not hashed what it generated after the cache was reset under it.
+                    sequence.hash_blocks((sequence.tokens.len() - 1) / block_size, &self.shared.hasher, block_size);
+                }
+                (sequence.request.slot(), sequence.root, &sequence.hashes, &sequence.tokens)
+            }
+        };
+        // Without a cache nothing is hashed, so nothing is found.
+        let mut parent = Parent::Root(root);
+        let blocks = hashes.iter().zip(tokens.chunks_exact(block_size));
+        for (&hash, tokens) in blocks.take((tokens.len() - 1) / block_size) {
             let Some(block) = self.pool.find(parent, hash, tokens) else {
                 break;
             };
-            self.hits.push(block);
+            self.hits.blocks.push(block);
             parent = Parent::Block(block);
+        }
+        // Then, and after a reset of the cache, pins are all there is.
+        let pins = &self.requests[slot as usize].as_ref().expect("a listed slot has a request").pins;
+        if pins.len() > self.hits.blocks.len() {
+            self.hits.blocks.clone_from(pins);
+            self.hits.are_published = false;
         }
     }
 
     /// Whether the first block that the request (with its `hits`) would compute is being filled in this plan by a sequence with the
     /// same prefix, and the request has not waited for that too often.
-    fn waits_for_block_in_flight(&mut self, slot: u32) -> bool {
+    fn waits_for_block_in_flight(&mut self, waiter: Waiter) -> bool {
+        let Waiter::Choice { slot } = waiter else { return false };
         let block_size = self.config.block_size;
         let request = self.request(slot);
-        let index = self.hits.len();
-        let is_candidate = self.config.enable_prefix_caching && !self.is_static() && !request.is_started;
-        let is_block_cacheable = index < (request.tokens.len() - 1) / block_size && index < request.hashes.len();
+        let index = self.hits.blocks.len();
+        let is_candidate = self.config.enable_prefix_caching && !self.is_static() && !request.is_started();
+        let is_block_cacheable = index < (request.prompt.len() - 1) / block_size && index < request.prompt_hashes.len();
         let is_patient = request.num_deferrals < MAX_DEFERRALS && request.num_overtaken < MAX_OVERTAKES;
         if !is_candidate || !is_block_cacheable || !is_patient {
             return false;
         }
-        let hash = request.hashes[index];
+        let hash = request.prompt_hashes[index];
         if !self.may_be_filling(hash) {
             return false;
         }
@@ -148,59 +219,81 @@ impl Scheduler {
         let block = index * block_size..(index + 1) * block_size;
         self.chunks.iter().chain(&self.decodes).any(|planned| {
             let row = self.rows.get(planned.row);
-            let other = self.request(row.request.expect("a planned row has a sequence").slot());
+            let other = &self.sequences[row.sequence];
             let computed_after = (row.num_computed_tokens + planned.num_tokens) as usize;
             row.may_publish
                 && row.num_published_blocks as usize <= index
                 && computed_after > block.start
                 && other.root == request.root
-                && other.hashes.get(index) == request.hashes.get(index)
+                && other.hashes.get(index) == request.prompt_hashes.get(index)
                 // Equal hashes are no proof: the whole prefix has to be the same, or the block could not be shared.
-                && other.tokens.get(..block.end) == request.tokens.get(..block.end)
+                && other.tokens.get(..block.end) == request.prompt.get(..block.end)
         })
     }
 
-    /// Moves a request that fits from the waiting list to a row.
-    fn start(&mut self, slot: u32, num_new: usize) -> u32 {
-        let num_hits = self.hits.len() as u32;
-        let num_hit_tokens = num_hits * self.config.block_size as u32;
-        let may_publish = self.config.enable_prefix_caching;
-        let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
-        let row = self.rows.acquire(Row {
-            request: Some(request.id),
-            arrival: request.arrival,
-            num_tokens: request.tokens.len() as u32,
-            num_computed_tokens: num_hit_tokens,
-            num_prompt_tokens: request.num_prompt_tokens,
-            max_num_tokens: request.max_num_tokens,
-            last_token: *request.tokens.last().expect("a request has at least one token"),
-            num_blocks: 0,
-            num_published_blocks: num_hits,
-            may_publish,
-            is_planned: false,
-        });
-        let has_tables = !request.logit_bias.is_empty() || !request.bad_words.is_empty();
-        self.rows.sampling.set(row, &request.sampling, request.seed, has_tables);
-        request.state = State::Running { row };
-        self.waiting.remove(slot);
+    /// Moves a sequence that fits to a row.
+    fn start(&mut self, waiter: Waiter, num_new: usize) -> u32 {
+        let sequence = match waiter {
+            Waiter::Preempted { sequence } => {
+                self.preempted.remove(sequence);
+                sequence
+            }
+            Waiter::Choice { slot } => {
+                self.count_start(slot);
+                self.start_choice(slot)
+            }
+        };
+        let row = self.occupy_row(sequence);
         self.take_blocks(row, num_new);
         self.enter_running(row);
-        self.introduce_row(slot, row);
-        self.count_start(slot, num_hit_tokens);
+        self.introduce_row(sequence, row);
+        self.count_recomputed(sequence);
+        let slot = self.sequences[sequence].request.slot();
+        if self.request(slot).num_unstarted_choices() == 0 {
+            self.unpin(slot);
+        }
+        row
+    }
+
+    fn occupy_row(&mut self, index: u32) -> u32 {
+        let num_hits = self.hits.blocks.len() as u32;
+        let sequence = &mut self.sequences[index];
+        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let row = self.rows.acquire(Row {
+            request: Some(request.id),
+            order: sequence.order,
+            sequence: index,
+            num_tokens: sequence.tokens.len() as u32,
+            num_computed_tokens: num_hits * self.config.block_size as u32,
+            num_prompt_tokens: request.num_prompt_tokens,
+            max_num_tokens: request.max_num_tokens,
+            last_token: *sequence.tokens.last().expect("a sequence has at least one token"),
+            num_blocks: 0,
+            num_published_blocks: num_hits,
+            may_publish: self.hits.are_published,
+            is_planned: false,
+            is_forked_from: request.fork == (Fork::UnderWay { sequence: index }),
+            ignore_eos: request.ignore_eos,
+            has_stop_ids: !request.stop_token_ids.is_empty(),
+        });
+        sequence.row = Some(row);
+        let has_tables = !request.logit_bias.is_empty() || !request.bad_words.is_empty();
+        self.rows.sampling.set(row, &request.sampling, request.seed, has_tables);
         row
     }
 
     /// Tells the sampler what it has to know of the sequence in a new row.
-    fn introduce_row(&mut self, slot: u32, row: u32) {
-        let request = self.requests[slot as usize].as_ref().expect("a listed slot has a request");
+    fn introduce_row(&mut self, sequence: u32, row: u32) {
+        let sequence = &self.sequences[sequence];
+        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
         let batch = &mut self.buffers[self.current].batch;
         batch.new_rows.push(row as i32);
-        batch.new_row_tables.push(request.new_row(&self.config.eos_token_ids));
+        batch.new_row_tables.push(request.new_row(&sequence.tokens, &self.config.eos_token_ids));
     }
 
     fn take_blocks(&mut self, row: u32, num_new: usize) {
-        for index in 0..self.hits.len() {
-            let block = self.hits[index];
+        for index in 0..self.hits.blocks.len() {
+            let block = self.hits.blocks[index];
             self.pool.acquire(block);
             self.rows.push_block(row, block);
         }
@@ -213,36 +306,41 @@ impl Scheduler {
 
     /// Keeps `running` in order of arrival; nearly always the newcomer is the newest.
     fn enter_running(&mut self, row: u32) {
-        let arrival = self.rows.get(row).arrival;
-        let is_older = |&other: &u32| self.rows.get(other).arrival < arrival;
+        let order = self.rows.get(row).order;
+        let is_older = |&other: &u32| self.rows.get(other).order < order;
         let at = self.running.iter().rposition(is_older).map_or(0, |index| index + 1);
         self.running.insert(at, row);
     }
 
-    fn count_start(&mut self, slot: u32, num_hit_tokens: u32) {
-        let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
-        if request.is_started {
-            self.num_preempted_waiting -= 1;
-            self.stats.num_recomputed_tokens += u64::from(request.num_lost_tokens.saturating_sub(num_hit_tokens));
-            request.num_lost_tokens = 0;
+    fn count_recomputed(&mut self, sequence: u32) {
+        let num_hit_tokens = (self.hits.blocks.len() * self.config.block_size) as u32;
+        let num_lost_tokens = std::mem::take(&mut self.sequences[sequence].num_lost_tokens);
+        self.stats.num_recomputed_tokens += u64::from(num_lost_tokens.saturating_sub(num_hit_tokens));
+    }
+
+    /// Counts and tells that a request starts, with its first choice.
+    fn count_start(&mut self, slot: u32) {
+        let request = self.request(slot);
+        if request.is_started() {
             return;
         }
-        request.is_started = true;
-        self.shared.gate.release(u64::from(request.num_prompt_tokens));
-        self.stats.num_prompt_tokens += u64::from(request.num_prompt_tokens);
-        self.stats.num_cached_prompt_tokens += u64::from(num_hit_tokens);
-        self.output.started_request_ids.push(request.id.as_u64());
+        let (id, num_prompt_tokens) = (request.id.as_u64(), u64::from(request.num_prompt_tokens));
+        let num_hit_tokens = self.hits.blocks.len() * self.config.block_size;
+        self.shared.gate.release(num_prompt_tokens);
+        self.stats.num_prompt_tokens += num_prompt_tokens;
+        self.stats.num_cached_prompt_tokens += num_hit_tokens as u64;
+        self.output.started_request_ids.push(id);
         self.output.started_num_cached_tokens.push(num_hit_tokens as i32);
     }
 }
 
 impl Request {
-    fn new_row<'a>(&'a self, eos_token_ids: &'a [i32]) -> NewRow<'a> {
+    fn new_row<'a>(&'a self, tokens: &'a [i32], eos_token_ids: &'a [i32]) -> NewRow<'a> {
         let needs_history = self.sampling.has_penalty() || !self.bad_words.is_empty();
         let eos: &[i32] = if self.ignore_eos { &[] } else { eos_token_ids };
         let banned = if self.sampling.min_tokens > 0 { [eos, &*self.stop_token_ids] } else { [&[] as &[i32]; 2] };
         NewRow {
-            history: if needs_history { &self.tokens } else { &[] },
+            history: if needs_history { tokens } else { &[] },
             num_prompt_tokens: if needs_history { self.num_prompt_tokens as usize } else { 0 },
             bias: &self.logit_bias,
             banned,

@@ -7,7 +7,7 @@ use crate::batch::StepResult;
 use crate::block::{Parent, Published};
 use crate::error::{Error, Result};
 use crate::logprobs::LogprobMatrix;
-use crate::request::{FinishReason, RequestId};
+use crate::request::FinishReason;
 
 impl Scheduler {
     pub(super) fn check_step_id(&self, got: u64) -> Result<()> {
@@ -99,6 +99,7 @@ impl Scheduler {
             return;
         }
         let result = result.copied().unwrap_or_default();
+        self.make_room_for_events(self.batch().num_samples());
         let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
         let mut sample = 0;
         for &planned in decodes.iter().chain(&chunks) {
@@ -109,7 +110,7 @@ impl Scheduler {
                 index: sample,
             });
             sample += usize::from(planned.is_sampled);
-            if self.rows.get(planned.row).request == Some(planned.request) {
+            if self.rows.holds(planned.row, planned.order) {
                 self.commit_sequence(planned, token, result.logprobs.as_ref());
             }
         }
@@ -118,15 +119,18 @@ impl Scheduler {
     }
 
     fn commit_sequence(&mut self, planned: Planned, sample: Option<Sample>, logprobs: Option<&LogprobMatrix<'_>>) {
-        let id = planned.request;
         let row = self.rows.get_mut(planned.row);
         row.is_planned = false;
         row.num_computed_tokens += planned.num_tokens;
+        let (sequence, is_forked_from) = (row.sequence, row.is_forked_from);
         if let Some(message) = sample.and_then(Sample::error_message) {
-            self.end_request(id, FinishReason::Error, Some(Arc::from(message)));
+            self.fail_sequence(sequence, &Arc::from(message));
             return;
         }
-        self.publish_blocks(planned.row, id);
+        self.publish_blocks(planned.row);
+        if is_forked_from && sample.is_some() {
+            self.fork(planned.row);
+        }
         if let Some(sample) = sample {
             let num_logprobs = self.num_logprobs(&planned);
             if let Some(matrix) = logprobs.filter(|_| num_logprobs >= 0) {
@@ -134,13 +138,13 @@ impl Scheduler {
                 self.output.logprob_events.push(self.output.len() as i32);
                 self.output.logprobs.push_from(matrix, sample.index, num_logprobs as usize);
             }
-            self.append_token(planned.row, id, sample.token);
+            self.append_token(planned.row, sample.token);
         }
     }
 
     /// Publishes the blocks that the step filled; a block that duplicates a published one is exchanged for it, because
     /// what is published below it must have a published parent.
-    fn publish_blocks(&mut self, row: u32, id: RequestId) {
+    fn publish_blocks(&mut self, row: u32) {
         let block_size = self.config.block_size;
         let state = *self.rows.get(row);
         if !state.may_publish {
@@ -148,16 +152,16 @@ impl Scheduler {
         }
         let num_full = state.num_computed_tokens / block_size as u32;
         for column in state.num_published_blocks..num_full {
-            let request = self.requests[id.slot() as usize].as_mut().expect("a running row has a request");
+            let sequence = &mut self.sequences[state.sequence];
             let index = column as usize;
-            request.hash_blocks(index + 1, &self.shared.hasher, block_size);
-            let tokens = &request.tokens[index * block_size..][..block_size];
+            sequence.hash_blocks(index + 1, &self.shared.hasher, block_size);
+            let tokens = &sequence.tokens[index * block_size..][..block_size];
             let parent = match column {
-                0 => Parent::Root(request.root),
+                0 => Parent::Root(sequence.root),
                 _ => Parent::Block(self.rows.tables.get(row, column - 1)),
             };
             let block = self.rows.tables.get(row, column);
-            if let Published::Duplicate(other) = self.pool.publish(block, parent, request.hashes[index], tokens) {
+            if let Published::Duplicate(other) = self.pool.publish(block, parent, sequence.hashes[index], tokens) {
                 self.pool.acquire(other);
                 self.pool.release(block).expect("a block in a table is held");
                 self.rows.tables.set(row, column, other);
@@ -167,26 +171,27 @@ impl Scheduler {
         self.rows.get_mut(row).num_published_blocks = num_full.max(state.num_published_blocks);
     }
 
-    fn append_token(&mut self, row: u32, id: RequestId, token: i32) {
-        let request = self.requests[id.slot() as usize].as_mut().expect("a running row has a request");
-        request.tokens.push(token);
+    fn append_token(&mut self, row: u32, token: i32) {
+        let state = self.rows.get_mut(row);
+        state.num_tokens += 1;
+        state.last_token = token;
+        let state = *state;
+        self.sequences[state.sequence].tokens.push(token);
         self.stats.num_output_tokens += 1;
-        let is_eos = !request.ignore_eos && self.config.eos_token_ids.contains(&token);
-        let is_stop_id = !is_eos && request.stop_token_ids.contains(&token);
+        let id = state.request.expect("a planned row has a sequence");
+        let is_eos = !state.ignore_eos && self.config.eos_token_ids.contains(&token);
+        let is_stop_id = !is_eos && state.has_stop_ids && self.request(id.slot()).stop_token_ids.contains(&token);
         let finish = if is_eos || is_stop_id {
             Some(FinishReason::Stop)
-        } else if request.tokens.len() as u32 >= request.max_num_tokens {
+        } else if state.num_tokens >= state.max_num_tokens {
             Some(FinishReason::Length)
         } else {
             None
         };
-        self.output.push(id, 0, token, finish, if is_stop_id { token } else { -1 });
+        let stop_id = if is_stop_id { token } else { -1 };
+        self.output.push(id, state.order.choice() as i32, token, finish, stop_id);
         if let Some(reason) = finish {
-            self.forget_request(id, reason);
-        } else {
-            let state = self.rows.get_mut(row);
-            state.num_tokens += 1;
-            state.last_token = token;
+            self.forget_sequence(state.sequence, reason);
         }
     }
 
@@ -196,8 +201,8 @@ impl Scheduler {
         self.in_flight = false;
         let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
         for planned in decodes.iter().chain(&chunks) {
-            if self.live(planned.request).is_some() {
-                self.end_request(planned.request, FinishReason::Error, Some(Arc::clone(&message)));
+            if self.rows.holds(planned.row, planned.order) {
+                self.fail_sequence(self.rows.get(planned.row).sequence, &message);
             }
         }
         (self.decodes, self.chunks) = (decodes, chunks);

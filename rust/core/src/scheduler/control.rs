@@ -1,8 +1,11 @@
-//! What other threads asked for: new requests, cancels, finishes, closing; and the one way in which a request ends.
+//! What other threads asked for: new requests, cancels, finishes, closing.
 
 use std::sync::Arc;
 
-use super::{Request, Scheduler, State};
+use super::choices::Fork;
+use super::sequence::Sequence;
+use super::{Request, Scheduler};
+use crate::block::NONE;
 use crate::request::{FinishReason, RequestId};
 use crate::submit::{Control, Submitted};
 
@@ -34,7 +37,8 @@ impl Scheduler {
         let request = Request {
             id,
             arrival,
-            tokens: spec.prompt_token_ids,
+            prompt: spec.prompt_token_ids,
+            prompt_hashes: hashes,
             num_prompt_tokens,
             max_num_tokens: num_prompt_tokens + max_tokens,
             stop_token_ids: spec.stop_token_ids.into_boxed_slice(),
@@ -45,10 +49,12 @@ impl Scheduler {
             bad_words: spec.bad_words_token_ids.into_boxed_slice(),
             root,
             root_hash,
-            hashes,
-            state: State::Waiting,
-            is_started: false,
-            num_lost_tokens: 0,
+            num_choices: spec.n,
+            num_started_choices: 0,
+            num_live_choices: spec.n,
+            first_sequence: NONE,
+            fork: Fork::Absent,
+            pins: Vec::new(),
             num_deferrals: 0,
             num_overtaken: 0,
         };
@@ -67,53 +73,26 @@ impl Scheduler {
         }
         match control {
             Control::Cancel(id) => self.end_request(id, FinishReason::Cancelled, None),
-            // Every request has one choice; a finish of another one names nothing.
-            Control::Finish { choice: 1.., .. } | Control::Finish { choice: ..=-1, .. } => {}
-            Control::Finish { id, num_tokens, stop_reason, choice: 0 } => {
-                self.finish_early(id, num_tokens, stop_reason);
+            Control::Finish { id, choice, num_tokens, stop_reason } => {
+                // A choice that has not started has no text that could stop it; one that has ended or never was names nothing.
+                let sequence = u32::try_from(choice).ok().and_then(|choice| self.find_sequence(id, choice));
+                if let Some(sequence) = sequence {
+                    self.finish_early(sequence, num_tokens, stop_reason.as_ref());
+                }
             }
         }
     }
 
-    fn finish_early(&mut self, id: RequestId, num_tokens: u32, stop_reason: Option<Arc<str>>) {
-        let request = self.request(id.slot());
-        let num_output_tokens = request.tokens.len() as u32 - request.num_prompt_tokens;
+    fn finish_early(&mut self, sequence: u32, num_tokens: u32, stop_reason: Option<&Arc<str>>) {
+        let Sequence { request, ref tokens, .. } = self.sequences[sequence];
+        let num_output_tokens = tokens.len() as u32 - self.request(request.slot()).num_prompt_tokens;
         self.stats.num_output_tokens -= u64::from(num_output_tokens.saturating_sub(num_tokens));
-        self.end_request(id, FinishReason::Stop, stop_reason);
+        self.end_sequence(sequence, FinishReason::Stop, stop_reason);
     }
 
     /// The request with this id, if it is known here and still lives.
     pub(super) fn live(&self, id: RequestId) -> Option<&Request> {
         self.requests.get(id.slot() as usize)?.as_deref().filter(|request| request.id == id)
-    }
-
-    /// Ends a request with an event that brings no token.
-    pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason, detail: Option<Arc<str>>) {
-        self.output.push_end(id, 0, reason, detail);
-        self.forget_request(id, reason);
-    }
-
-    /// Takes a request, whose terminal event is written, out of every structure.
-    pub(super) fn forget_request(&mut self, id: RequestId, reason: FinishReason) {
-        let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
-        match request.state {
-            State::Running { row } => self.release_row(row),
-            State::Waiting => {
-                self.waiting.remove(id.slot());
-                self.num_preempted_waiting -= u64::from(request.is_started);
-            }
-        }
-        if !request.is_started {
-            self.shared.gate.release(u64::from(request.num_prompt_tokens));
-        }
-        self.pool.roots().release(request.root);
-        self.shared.slots.release(id);
-        *match reason {
-            FinishReason::Stop => &mut self.stats.num_stop_requests,
-            FinishReason::Length => &mut self.stats.num_length_requests,
-            FinishReason::Cancelled => &mut self.stats.num_cancelled_requests,
-            FinishReason::Error => &mut self.stats.num_error_requests,
-        } += 1;
     }
 
     /// Ends every accepted request as cancelled: the scheduler was closed.

@@ -42,8 +42,7 @@ impl Scheduler {
             return;
         }
         let computed_after = (row.num_computed_tokens + planned.num_tokens) as usize;
-        let hashes =
-            &self.requests[planned.request.slot() as usize].as_ref().expect("a planned row has a request").hashes;
+        let hashes = &self.sequences[row.sequence].hashes;
         let end = computed_after.div_ceil(self.config.block_size).min(hashes.len());
         let start = (row.num_published_blocks as usize).min(end);
         self.filling.hashes.extend(&hashes[start..end]);

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::{Scheduler, State};
+use super::choices::Fork;
+use super::{Request, Scheduler};
 use crate::block::{BlockId, Parent};
 
 impl Scheduler {
     /// Panics with what is wrong if an invariant does not hold. `O(blocks + live requests)`; for tests and debugging.
     ///
-    /// Memory: each block is free, cached or used, and has as many holders as tables name it; tables cover what is computed and no more
+    /// Memory: each block is free, cached or used, and has as many holders as tables and pins name it; tables cover what is computed and no more
     /// than is known; published chains are closed under prefix. Scheduling: rows, running and waiting lists name each live request
     /// exactly once; the budget and the reservations add up.
     pub fn check_invariants(&self) {
@@ -21,7 +22,7 @@ impl Scheduler {
     /// Panics unless nothing is live and every block is free or cached: the state that any run must come back to.
     pub fn check_drained(&self) {
         self.check_invariants();
-        assert_eq!(self.running.len() + self.waiting.len(), 0, "sequences are left");
+        assert_eq!(self.running.len() + self.preempted.len() + self.waiting.len(), 0, "sequences are left");
         assert_eq!(self.pool.num_used(), 0, "blocks are held by nobody");
         assert!(self.requests.iter().all(Option::is_none), "a request is left");
         let shared = &self.shared;
@@ -36,7 +37,7 @@ impl Scheduler {
         for slot in self.waiting.iter() {
             assert!(!std::mem::replace(&mut waiting[slot as usize], true), "slot {slot} waits twice");
             let request = self.request(slot);
-            let place = (!request.is_started, request.arrival);
+            let place = (!request.is_started(), request.arrival);
             assert!(last < Some(place), "the waiting list is out of order at {:?}", request.id);
             last = Some(place);
         }
@@ -45,55 +46,102 @@ impl Scheduler {
             self.waiting.len(),
             "the waiting list is miscounted"
         );
-        let (mut num_queued, mut num_queued_tokens, mut num_preempted) = (0, 0, 0);
+        let (mut num_queued, mut num_queued_tokens, mut num_unstarted) = (0, 0, 0);
         for (slot, request) in self.requests.iter().enumerate() {
             let Some(request) = request else { continue };
             assert!(self.shared.slots.is_live(request.id), "{:?} is listed but its slot is free", request.id);
             assert_eq!(request.id.slot() as usize, slot);
-            assert_eq!(request.state == State::Waiting, waiting[slot], "{:?} is in the wrong list", request.id);
-            assert!(request.tokens.len() < request.max_num_tokens as usize, "{:?} should have ended", request.id);
-            if request.is_started {
-                num_preempted += u64::from(request.state == State::Waiting);
+            assert_eq!(request.is_waiting(), waiting[slot], "{:?} is in the wrong list", request.id);
+            self.check_choices(request);
+            if request.is_started() {
+                num_unstarted += u64::from(request.num_unstarted_choices());
             } else {
                 num_queued += 1;
                 num_queued_tokens += u64::from(request.num_prompt_tokens);
             }
         }
-        assert_eq!(self.num_preempted_waiting, num_preempted, "preempted requests are miscounted");
+        assert_eq!(self.num_unstarted_choices, num_unstarted, "choices that have not started are miscounted");
         // The gate also counts what is still on its way; that nothing leaks shows when it is drained.
         assert!(self.shared.gate.queued_requests() >= num_queued, "a reservation is missing");
         assert!(self.shared.gate.queued_tokens() >= num_queued_tokens, "a token reservation is missing");
     }
 
+    fn check_choices(&self, request: &Request) {
+        let id = request.id;
+        let (mut num_live, mut last) = (request.num_unstarted_choices(), None);
+        for sequence in self.sequences.siblings(request.first_sequence) {
+            let sequence = &self.sequences[sequence];
+            assert_eq!(sequence.request, id, "a choice of {:?} is listed under {id:?}", sequence.request);
+            assert!(last < Some(sequence.order), "the choices of {id:?} are out of order");
+            assert!(sequence.order.choice() < request.num_started_choices);
+            assert!(sequence.tokens.len() < request.max_num_tokens as usize, "{id:?} should have ended");
+            last = Some(sequence.order);
+            num_live += 1;
+        }
+        assert_eq!(request.num_live_choices, num_live, "{id:?}: live choices are miscounted");
+        assert!(num_live > 0, "{id:?} should have ended");
+        if request.num_unstarted_choices() > 0 {
+            assert_eq!(request.prompt.len(), request.num_prompt_tokens as usize, "{id:?} has lost its prompt");
+        }
+        let block_size = self.config.block_size;
+        let num_pins = match request.fork {
+            Fork::Ready if request.num_unstarted_choices() > 0 => (request.num_prompt_tokens as usize - 1) / block_size,
+            _ => 0,
+        };
+        assert_eq!(request.pins.len(), num_pins, "{id:?} pins too much or too little");
+        let mut parent = Parent::Root(request.root);
+        for (&block, tokens) in request.pins.iter().zip(request.prompt.chunks_exact(block_size)) {
+            if self.pool.is_published(block) {
+                assert_eq!(self.pool.tokens(block), tokens, "{id:?} pins {block:?}, which holds something else");
+                assert_eq!(
+                    self.pool.parent(block),
+                    Some(parent),
+                    "{id:?} pins {block:?}, which continues something else"
+                );
+            }
+            parent = Parent::Block(block);
+        }
+    }
+
     fn check_rows(&self) {
         let mut owners = BTreeMap::new();
-        let mut last_arrival = None;
+        let mut last = None;
         for &row in &self.running {
             let state = self.rows.get(row);
             let Some(id) = state.request else {
                 assert!(self.running_has_gaps, "a free row runs");
                 continue;
             };
-            assert!(last_arrival < Some(state.arrival), "the running list is out of order");
-            last_arrival = Some(state.arrival);
-            assert!(owners.insert(id.slot(), row).is_none(), "{id:?} runs twice");
-            let request = self.request(id.slot());
-            assert_eq!((request.id, request.state), (id, State::Running { row }));
-            assert_eq!(state.num_tokens as usize, request.tokens.len(), "{id:?}: row and request disagree");
-            assert_eq!(Some(&state.last_token), request.tokens.last(), "{id:?}: row and request disagree");
+            assert!(last < Some(state.order), "the running list is out of order");
+            last = Some(state.order);
+            assert!(owners.insert(state.sequence, row).is_none(), "a choice of {id:?} runs twice");
+            let sequence = &self.sequences[state.sequence];
+            assert_eq!((sequence.request, sequence.order, sequence.row), (id, state.order, Some(row)));
+            assert_eq!(state.num_tokens as usize, sequence.tokens.len(), "{id:?}: row and sequence disagree");
+            assert_eq!(Some(&state.last_token), sequence.tokens.last(), "{id:?}: row and sequence disagree");
             assert!(state.num_computed_tokens < state.num_tokens, "{id:?} has nothing to compute");
+            let is_forked_from = self.request(id.slot()).fork == (Fork::UnderWay { sequence: state.sequence });
+            assert_eq!(state.is_forked_from, is_forked_from, "{id:?}: row and request disagree");
             let block_size = self.config.block_size;
             let capacity = state.num_blocks as usize * block_size;
             assert!(
                 state.num_computed_tokens as usize <= capacity,
                 "{id:?}: its table does not cover what is computed"
             );
-            assert!(state.num_blocks as usize <= request.tokens.len().div_ceil(block_size), "{id:?} holds too much");
+            assert!(state.num_blocks as usize <= sequence.tokens.len().div_ceil(block_size), "{id:?} holds too much");
         }
         let num_rows = self.config.max_num_seqs;
         assert_eq!(owners.len() + self.rows.num_free(), num_rows, "a row is neither free nor running");
-        let num_running = self.requests.iter().flatten().filter(|request| request.state != State::Waiting).count();
-        assert_eq!(num_running, owners.len(), "a running request has no row");
+        let (running, preempted): (Vec<_>, Vec<_>) =
+            self.sequences.iter().partition(|(_, sequence)| sequence.row.is_some());
+        assert_eq!(running.len(), owners.len(), "a running sequence has no row");
+        let mut preempted: Vec<_> = preempted.iter().map(|&(index, sequence)| (sequence.order, index)).collect();
+        preempted.sort_unstable();
+        let preempted = preempted.iter().map(|&(_, index)| index);
+        assert!(preempted.eq(self.preempted.iter()), "the list of preempted sequences is wrong");
+        let num_siblings = |request: &Request| self.sequences.siblings(request.first_sequence).count();
+        let num_listed: usize = self.requests.iter().flatten().map(|request| num_siblings(request)).sum();
+        assert_eq!(num_listed, self.sequences.iter().count(), "a sequence belongs to no request");
     }
 
     fn check_blocks(&self) {
@@ -101,12 +149,15 @@ impl Scheduler {
         let mut live_root_refs: BTreeMap<u32, u32> = BTreeMap::new();
         for request in self.requests.iter().flatten() {
             *live_root_refs.entry(request.root.0).or_default() += 1;
+            for &block in &request.pins {
+                *holders.entry(block).or_default() += 1;
+            }
         }
         for &row in &self.running {
             let state = self.rows.get(row);
             let Some(id) = state.request else { continue };
-            let request = self.request(id.slot());
-            let mut parent = Parent::Root(request.root);
+            let sequence = &self.sequences[state.sequence];
+            let mut parent = Parent::Root(sequence.root);
             for (column, &entry) in self.rows.blocks(row).iter().enumerate() {
                 let block = BlockId::from_table(entry);
                 *holders.entry(block).or_default() += 1;
@@ -116,7 +167,7 @@ impl Scheduler {
                 }
                 if is_published && state.may_publish {
                     let start = column * self.config.block_size;
-                    assert_eq!(self.pool.tokens(block), &request.tokens[start..start + self.config.block_size]);
+                    assert_eq!(self.pool.tokens(block), &sequence.tokens[start..start + self.config.block_size]);
                     assert_eq!(self.pool.parent(block), Some(parent), "{id:?}: {block:?} continues something else");
                 } else {
                     assert!(
@@ -130,7 +181,7 @@ impl Scheduler {
         for index in 0..self.pool.num_blocks() as u32 {
             let block = BlockId::new(index);
             let expected = holders.get(&block).copied().unwrap_or(0);
-            assert_eq!(self.pool.ref_count(block), expected, "{block:?} has other holders than the tables say");
+            assert_eq!(self.pool.ref_count(block), expected, "{block:?} has other holders than tables and pins say");
         }
         self.pool.check_invariants(&live_root_refs);
     }

@@ -12,6 +12,7 @@
 //! (Kwon et al., SOSP 2023); a token budget shared by decodes and prompt chunks is Sarathi-Serve's (Agrawal et al., OSDI 2024).
 
 mod admit;
+mod choices;
 mod commit;
 mod control;
 mod filling;
@@ -19,33 +20,36 @@ mod invariants;
 mod plan;
 mod preempt;
 mod rows;
+mod sequence;
 mod waiting;
 
 use std::sync::Arc;
 
 use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
-use crate::block::{BlockPool, RootId};
+use crate::block::{BlockId, BlockPool, RootId};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
-use crate::hash::PrefixHasher;
 use crate::request::RequestId;
 use crate::sampling::SamplingSpec;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
+use choices::Fork;
 use filling::Filling;
-
 use rows::Rows;
 pub use rows::SamplingRows;
+use sequence::{Order, Sequences};
 use waiting::WaitingList;
 
-/// A live request: what was asked for and what is known so far.
+/// A live request: what was asked for, and how far its choices are.
 #[derive(Debug)]
 struct Request {
     id: RequestId,
     /// Position in the order of arrival.
     arrival: u64,
-    /// Prompt, then generated tokens.
-    tokens: Vec<i32>,
+    /// For the choices that have not started: the last one takes it along.
+    prompt: Vec<i32>,
+    /// Chained hash of each full block of the prompt.
+    prompt_hashes: Vec<u64>,
     num_prompt_tokens: u32,
     /// Prompt plus `max_tokens`.
     max_num_tokens: u32,
@@ -57,33 +61,21 @@ struct Request {
     seed: u64,
     root: RootId,
     root_hash: u64,
-    /// Chained hash of each leading full block, as far as it was needed.
-    hashes: Vec<u64>,
-    state: State,
-    /// Whether it was ever admitted: its queue reservation is given back then.
-    is_started: bool,
-    /// Computed tokens lost to a preemption and not yet computed again.
-    num_lost_tokens: u32,
+    num_choices: u32,
+    /// Choices that were ever admitted; they start in order.
+    num_started_choices: u32,
+    /// Choices that have not ended.
+    num_live_choices: u32,
+    /// First of the choices that have started and not ended, or `NONE`.
+    first_sequence: u32,
+    /// Who computes the prompt for the choices that have not started.
+    fork: Fork,
+    /// Full blocks of the prompt that wait for them, first to last.
+    pins: Vec<BlockId>,
     /// Steps it waited for a block that another sequence was filling.
     num_deferrals: u8,
     /// Later arrivals admitted while it waited so.
     num_overtaken: u8,
-}
-
-impl Request {
-    /// Knows the hash of each of its first `num_blocks` blocks, all of them full.
-    fn hash_blocks(&mut self, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
-        for index in self.hashes.len()..num_blocks {
-            let parent = self.hashes.last().copied().unwrap_or(self.root_hash);
-            self.hashes.push(hasher.extend(parent, &self.tokens[index * block_size..][..block_size]));
-        }
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    Waiting,
-    Running { row: u32 },
 }
 
 /// A planned piece of work: the next `num_tokens` tokens of the sequence in `row`.
@@ -91,11 +83,18 @@ enum State {
 /// The commit relies on these alone: the batch's arrays are lent to the caller, who may write to them.
 #[derive(Debug, Clone, Copy)]
 struct Planned {
-    request: RequestId,
+    order: Order,
     row: u32,
     num_tokens: u32,
     /// Whether the batch has a sample for it: all known tokens are computed then.
     is_sampled: bool,
+}
+
+/// Computed blocks that a sequence need not compute again, first to last.
+#[derive(Debug, Default)]
+struct Hits {
+    blocks: Vec<BlockId>,
+    are_published: bool,
 }
 
 /// The arrays of one step; two sets take turns, so a batch stays readable while its result is committed.
@@ -124,13 +123,19 @@ pub struct Scheduler {
     pool: BlockPool,
     /// Live requests by slot.
     requests: Vec<Option<Box<Request>>>,
+    /// Choices that have started and not ended.
+    sequences: Sequences,
     rows: Rows,
     /// Rows of running sequences in order of arrival.
     running: Vec<u32>,
     /// Whether some entry of `running` has lost its sequence.
     running_has_gaps: bool,
+    /// Sequences without a row, in order of arrival.
+    preempted: WaitingList,
+    /// Requests with choices that could start, by slot: those of which some have started first, then the others, each in order of arrival.
     waiting: WaitingList,
-    num_preempted_waiting: u64,
+    /// Choices of started requests that have not started.
+    num_unstarted_choices: u64,
     /// Plan of the batch in flight, or being made: sequences with one query token, then the others.
     decodes: Vec<Planned>,
     chunks: Vec<Planned>,
@@ -146,14 +151,16 @@ pub struct Scheduler {
     /// Controls whose request is still on its way through the queue.
     late_controls: Vec<Control>,
     next_arrival: u64,
-    /// Arrival of the decode that is served first when the budget does not reach all.
-    rotation: u64,
+    /// The decode that is served first when the budget does not reach all.
+    rotation: Order,
     stats: Stats,
     sink: Option<Box<dyn OutputSink>>,
     is_finished: bool,
     filling: Filling,
-    /// Scratch: blocks found for the request being admitted.
-    hits: Vec<crate::block::BlockId>,
+    /// Scratch: what was found for the sequence being admitted.
+    hits: Hits,
+    /// Arrays of events that grew too small: somebody may still look at them.
+    retired_outputs: Vec<StepOutput>,
 }
 
 impl std::fmt::Debug for Scheduler {
@@ -163,6 +170,7 @@ impl std::fmt::Debug for Scheduler {
             .field("step_id", &self.step_id)
             .field("running", &self.running)
             .field("num_waiting", &self.waiting.len())
+            .field("num_preempted", &self.preempted.len())
             .field("pool", &format_args!("{} of {} blocks used", self.pool.num_used(), self.pool.num_blocks()))
             .finish_non_exhaustive()
     }
@@ -178,7 +186,7 @@ impl Scheduler {
         check_memory(&config)?;
         let shared = Arc::new(Shared::new(&config));
         let num_slots = shared.slots.capacity();
-        // At most one token or end for each running sequence and one end for each live request in one step.
+        // One event for each sequence and one end for each live request in one step; ends of several choices each may need more.
         let buffers = || StepBuffers {
             batch: Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens),
             output: StepOutput::with_capacity(num_slots + config.max_num_seqs, config.max_num_seqs),
@@ -189,8 +197,10 @@ impl Scheduler {
             rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq()),
             running: Vec::with_capacity(config.max_num_seqs),
             running_has_gaps: false,
+            sequences: Sequences::new(config.max_num_seqs),
+            preempted: WaitingList::new(config.max_num_seqs),
             waiting: WaitingList::new(num_slots),
-            num_preempted_waiting: 0,
+            num_unstarted_choices: 0,
             decodes: Vec::with_capacity(config.max_num_seqs),
             chunks: Vec::with_capacity(config.max_num_seqs),
             in_flight: false,
@@ -201,12 +211,13 @@ impl Scheduler {
             table_updates: BlockTableUpdates::new(),
             late_controls: Vec::new(),
             next_arrival: 0,
-            rotation: 0,
+            rotation: Order::default(),
             stats: Stats::default(),
             sink: None,
             is_finished: false,
             filling: Filling::default(),
-            hits: Vec::new(),
+            hits: Hits::default(),
+            retired_outputs: Vec::new(),
             config,
             shared,
         })
@@ -296,7 +307,7 @@ impl Scheduler {
     /// Cancels are not counted (each is O(1), besides giving back its blocks).
     pub fn estimated_work(&self) -> usize {
         let num_queued = self.shared.queue.len();
-        let num_waiting = self.waiting.len() + num_queued;
+        let num_waiting = self.preempted.len() + self.waiting.len() + num_queued;
         let num_ended = if self.shared.queue.is_closed() { num_waiting } else { 0 };
         let num_admissible = num_waiting.min(self.rows.num_free() + self.running.len());
         let chunk_tokens = self.config.max_num_batched_tokens.min(64 * num_admissible);
@@ -333,9 +344,19 @@ impl Scheduler {
         }
     }
 
+    /// Makes sure that `num_events` more can be told: the arrays are lent to readers and must stay where they are.
+    fn make_room_for_events(&mut self, num_events: usize) {
+        if !self.output.has_room(num_events) {
+            let larger = self.output.enlarged(num_events);
+            let mut outgrown = std::mem::replace(&mut self.output, larger);
+            outgrown.clear();
+            self.retired_outputs.push(outgrown);
+        }
+    }
+
     fn publish_stats(&mut self) {
         self.stats.num_running = self.running.len() as u64;
-        self.stats.num_waiting = self.num_preempted_waiting;
+        self.stats.num_waiting = self.preempted.len() as u64 + self.num_unstarted_choices;
         self.stats.num_free_blocks = self.pool.num_free() as u64;
         self.stats.num_cached_blocks = self.pool.num_cached() as u64;
         self.stats.num_used_blocks = self.pool.num_used() as u64;

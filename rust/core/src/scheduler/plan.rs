@@ -44,11 +44,11 @@ impl Scheduler {
             if budget > 0 && self.ensure_slot(row) {
                 budget -= self.plan_chunk(row, 1);
             } else if self.rows.get(row).request.is_some() {
-                first_left_out = first_left_out.or(Some(state.arrival));
+                first_left_out = first_left_out.or(Some(state.order));
             }
         }
-        if let (true, Some(arrival)) = (take_turns, first_left_out) {
-            self.rotation = arrival;
+        if let (true, Some(order)) = (take_turns, first_left_out) {
+            self.rotation = order;
         }
         budget
     }
@@ -59,7 +59,7 @@ impl Scheduler {
 
     /// Where the sequence stands that was left out first in the last turn (or the next one, if it has ended).
     fn first_in_turn(&self) -> usize {
-        let is_before = |&row: &u32| self.rows.get(row).arrival < self.rotation;
+        let is_before = |&row: &u32| self.rows.get(row).order < self.rotation;
         self.running.partition_point(is_before) % self.running.len()
     }
 
@@ -85,9 +85,8 @@ impl Scheduler {
         let num_remaining = state.num_remaining_tokens() as usize;
         let num_tokens = budget.min(max_chunk_tokens).min(num_remaining);
         state.is_planned = true;
-        let request = state.request.expect("only a row with a sequence is planned");
         let is_sampled = num_tokens == num_remaining;
-        let planned = Planned { request, row, num_tokens: num_tokens as u32, is_sampled };
+        let planned = Planned { order: state.order, row, num_tokens: num_tokens as u32, is_sampled };
         self.note_filling(planned);
         if num_tokens == 1 {
             self.decodes.push(planned);
@@ -119,14 +118,14 @@ impl Scheduler {
     fn write_sequence(&mut self, planned: Planned) {
         let block_size = self.config.block_size;
         let row = self.rows.get(planned.row);
-        let id = planned.request;
+        let id = row.request.expect("a planned row has a sequence");
+        let choice = planned.order.choice() as i32;
         let batch = &mut self.buffers[self.current].batch;
         let (start, end) = (row.num_computed_tokens, row.num_computed_tokens + planned.num_tokens);
         if planned.num_tokens == 1 && planned.is_sampled {
             batch.token_ids.push(row.last_token);
         } else {
-            let request = self.requests[id.slot() as usize].as_ref().expect("a running row has a request");
-            batch.token_ids.extend_from_slice(&request.tokens[start as usize..end as usize]);
+            batch.token_ids.extend_from_slice(&self.sequences[row.sequence].tokens[start as usize..end as usize]);
         }
         batch.positions.extend((start..end).map(|position| position as i32));
         let table = self.rows.blocks(planned.row);
@@ -135,7 +134,7 @@ impl Scheduler {
         batch.seq_lens.push(end as i32);
         batch.row_ids.push(planned.row as i32);
         batch.request_ids.push(id.as_u64());
-        batch.choice_ids.push(0);
+        batch.choice_ids.push(choice);
         batch.max_query_len = batch.max_query_len.max(planned.num_tokens as usize);
         batch.max_seq_len = batch.max_seq_len.max(end as usize);
         if planned.is_sampled {
@@ -143,7 +142,7 @@ impl Scheduler {
             batch.logits_index.push(batch.token_ids.len() as i32 - 1);
             batch.sample_rows.push(planned.row as i32);
             batch.sample_positions.push((row.num_tokens - row.num_prompt_tokens) as i32);
-            batch.sample_choices.push(0);
+            batch.sample_choices.push(choice);
             batch.has_sampling_extras |= self.rows.sampling.has_extras[planned.row as usize];
         }
     }

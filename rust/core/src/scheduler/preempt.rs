@@ -1,6 +1,7 @@
-//! Growing a running sequence by a block, and whom it displaces when the pool is exhausted.
+//! Growing a running sequence by a block, and whom it displaces when the pool is exhausted: pins of choices that have not started,
+//! then newer sequences.
 
-use super::{Scheduler, State};
+use super::Scheduler;
 
 impl Scheduler {
     /// Makes sure that the next token of a decode has a slot, preempting newer sequences if it must.
@@ -18,12 +19,16 @@ impl Scheduler {
                 self.table_updates.push(row, column, &[block.as_i32()]);
                 return true;
             }
+            // What waits gives way first; as a last resort also where that frees nothing by itself, since only pins may be left.
+            if self.drop_newest_pins(true) {
+                continue;
+            }
             match self.pick_victim(row) {
-                Some(victim) => {
-                    self.preempt(victim);
-                    if victim == row {
-                        return false;
-                    }
+                Some(victim) if victim != row => self.preempt(victim),
+                _ if self.drop_newest_pins(false) => {}
+                Some(_) => {
+                    self.preempt(row);
+                    return false;
                 }
                 None => return false,
             }
@@ -35,7 +40,7 @@ impl Scheduler {
     /// A sequence all of whose blocks have other holders is chosen only if no other is left: displacing it gains nothing by itself.
     /// `None` if the only one left is `row` and a newer sequence is in the plan: then it waits for its turn instead.
     fn pick_victim(&self, row: u32) -> Option<u32> {
-        let beneficiary = self.rows.get(row).arrival;
+        let beneficiary = self.rows.get(row).order;
         let mut newest = None;
         let mut newer_is_planned = false;
         for &candidate in self.running.iter().rev() {
@@ -43,7 +48,7 @@ impl Scheduler {
             if state.request.is_none() {
                 continue;
             }
-            if state.arrival < beneficiary {
+            if state.order < beneficiary {
                 break;
             }
             if state.is_planned {
@@ -68,21 +73,15 @@ impl Scheduler {
     }
 
     /// Takes row and blocks from a running sequence; it computes its tokens again when it is admitted next,
-    /// before any request of later arrival that has not started.
+    /// before anything that has not started.
     fn preempt(&mut self, row: u32) {
         let state = *self.rows.get(row);
-        let id = state.request.expect("only a running sequence is preempted");
         self.release_row(row);
-        let request = self.request_mut(id.slot());
-        request.state = State::Waiting;
-        request.num_lost_tokens = state.num_computed_tokens;
-        let arrival = request.arrival;
-        let requests = &self.requests;
-        self.waiting.insert_before_first(id.slot(), |other| {
-            let other = requests[other as usize].as_ref().expect("a listed slot has a request");
-            !other.is_started || other.arrival > arrival
-        });
-        self.num_preempted_waiting += 1;
+        let sequence = &mut self.sequences[state.sequence];
+        sequence.row = None;
+        sequence.num_lost_tokens = state.num_computed_tokens;
+        let sequences = &self.sequences;
+        self.preempted.insert_before_first(state.sequence, |other| sequences[other].order > state.order);
         self.stats.num_preemptions += 1;
     }
 

@@ -2,19 +2,24 @@
 //!
 //! 1. A row belongs to at most one sequence; the lowest free row is given out first.
 //! 2. While a sequence runs, its row is the only owner of `num_computed_tokens`, of the block table and of how much of it is published.
-//! 3. `num_tokens` and `last_token` mirror the request's token list so that a decode step reads one cache line per sequence.
+//! 3. `num_tokens` and `last_token` mirror the sequence's token list, and some flags its request, so that a decode step reads one cache
+//!    line per sequence.
 
+use super::sequence::Order;
 use crate::block::BlockId;
 use crate::request::RequestId;
 use crate::sampling::SamplingSpec;
 
 /// State of a running sequence.
 #[derive(Debug, Clone, Copy, Default)]
+#[repr(align(64))]
 pub(crate) struct Row {
     /// `None` = the row is free.
     pub(crate) request: Option<RequestId>,
-    /// Position in the order of arrival.
-    pub(crate) arrival: u64,
+    /// Place in the order of arrival.
+    pub(super) order: Order,
+    /// Its number among the sequences.
+    pub(crate) sequence: u32,
     /// Prompt and generated tokens known.
     pub(crate) num_tokens: u32,
     /// Tokens whose keys and values are in the cache.
@@ -31,7 +36,15 @@ pub(crate) struct Row {
     pub(crate) may_publish: bool,
     /// Scheduled in the plan being made.
     pub(crate) is_planned: bool,
+    /// Other choices wait for it to compute the prompt.
+    pub(crate) is_forked_from: bool,
+    /// EOS does not end it.
+    pub(crate) ignore_eos: bool,
+    /// Its request has stop ids.
+    pub(crate) has_stop_ids: bool,
 }
+
+const _: () = assert!(size_of::<Row>() == 64, "a row is one cache line");
 
 impl Row {
     /// Tokens that a step could compute now.
@@ -76,6 +89,12 @@ impl Rows {
 
     pub(crate) fn get_mut(&mut self, row: u32) -> &mut Row {
         &mut self.states[row as usize]
+    }
+
+    /// Whether the sequence at this place in the order of arrival still has the row.
+    pub(super) fn holds(&self, row: u32, order: Order) -> bool {
+        let state = self.get(row);
+        state.request.is_some() && state.order == order
     }
 
     /// Gives the lowest free row to a sequence.

@@ -19,7 +19,7 @@ fn stats(oracle: &Oracle) -> Stats {
 /// Prompt tokens that a request found in the cache, if it was admitted by the last step.
 fn cached_tokens(oracle: &Oracle, request: usize) -> Option<i32> {
     let output = oracle.scheduler().output();
-    let id = oracle.model().requests[request].id.as_u64();
+    let id = oracle.model().choices[request].id.as_u64();
     let place = output.started_request_ids.iter().position(|&other| other == id)?;
     Some(output.started_num_cached_tokens[place])
 }
@@ -35,17 +35,11 @@ fn run_alone(oracle: &mut Oracle, prompt: &[i32], max_tokens: u64) -> i32 {
 
 /// Query tokens of a request in the batch.
 fn scheduled(oracle: &Oracle, request: usize) -> usize {
-    oracle
-        .model()
-        .flight
-        .iter()
-        .filter(|flying| flying.request == request)
-        .map(|flying| flying.end - flying.start)
-        .sum()
+    oracle.model().flight.iter().filter(|flying| flying.choice == request).map(|flying| flying.end - flying.start).sum()
 }
 
 fn is_running(oracle: &Oracle, request: usize) -> bool {
-    oracle.model().requests[request].row.is_some()
+    oracle.model().choices[request].row.is_some()
 }
 
 fn tokens(range: std::ops::Range<i32>) -> Vec<i32> {
@@ -61,8 +55,8 @@ fn a01_only_blocks_of_completed_steps_are_found_and_a_recycled_one_is_forgotten(
         oracle.step();
         let b = oracle.accept(&tokens(0..12), 2, Script::constant(9));
         let mut num_completed_blocks = 0;
-        while !is_running(&oracle, b) && oracle.model().requests[b].num_output() == 0 {
-            num_completed_blocks = oracle.model().requests[a].tokens.len().min(oracle.model().flight[0].end) as i32 / 4;
+        while !is_running(&oracle, b) && oracle.model().choices[b].num_output() == 0 {
+            num_completed_blocks = oracle.model().choices[a].tokens.len().min(oracle.model().flight[0].end) as i32 / 4;
             oracle.step();
         }
         let cached = cached_tokens(&oracle, b).expect("b has just started");
@@ -75,7 +69,7 @@ fn a01_only_blocks_of_completed_steps_are_found_and_a_recycled_one_is_forgotten(
         // C needs every block of the pool; afterwards nothing of A can be found.
         assert_eq!(run_alone(&mut oracle, &tokens(100..123), 1), 0);
         assert_eq!(run_alone(&mut oracle, &tokens(0..12), 1), 0);
-        oracle.model().requests[b].tokens.clone()
+        oracle.model().choices[b].tokens.clone()
     });
     assert_eq!(outputs[0], outputs[1], "the cache shows in the output");
 }
@@ -124,7 +118,7 @@ fn a12_the_longest_accepted_request_is_what_the_pool_really_holds() {
     let wide =
         oracle.submit(RequestSpec::new(vec![5]), Script::constant(9)).expect("an absent max_tokens is what fits");
     oracle.drain();
-    assert_eq!([longest, wide].map(|index| oracle.model().requests[index].tokens.len()), [60, 60]);
+    assert_eq!([longest, wide].map(|index| oracle.model().choices[index].tokens.len()), [60, 60]);
 }
 
 #[test]
@@ -222,9 +216,9 @@ fn d01_nothing_is_both_planned_and_preempted() {
     let oracle = preempted();
     let planned = &oracle.batch().request_ids;
     let running: Vec<u64> =
-        oracle.model().running().iter().map(|&index| oracle.model().requests[index].id.as_u64()).collect();
+        oracle.model().running().iter().map(|&index| oracle.model().choices[index].id.as_u64()).collect();
     assert!(planned.iter().all(|id| running.contains(id)), "planned {planned:?}, running {running:?}");
-    let preempted = &oracle.model().requests[2];
+    let preempted = &oracle.model().choices[2];
     assert!(preempted.row.is_none() && !planned.contains(&preempted.id.as_u64()));
 }
 
@@ -237,7 +231,7 @@ fn d04_a_preempted_request_resumes_before_anything_starts() {
         oracle.step();
     }
     oracle.drain();
-    let resumed = &oracle.model().requests[2];
+    let resumed = &oracle.model().choices[2];
     assert_eq!((resumed.num_prompt(), resumed.num_output()), (2, 8), "the prompt has not grown, nothing is lost");
 }
 
@@ -322,7 +316,7 @@ fn a_tenant_or_salt_that_looks_like_another_shares_nothing() {
     let mut oracle = Oracle::new(SchedulerConfig { collide_hashes: true, ..config(64, 2) });
     for (tenant, cache_salt) in owners.iter().chain(&owners) {
         let (tenant, cache_salt) = (tenant.clone(), cache_salt.clone());
-        let is_known = oracle.model().requests.len() >= owners.len();
+        let is_known = oracle.model().choices.len() >= owners.len();
         let spec = RequestSpec { tenant, cache_salt, max_tokens: Some(1), ..RequestSpec::new(tokens(0..9)) };
         let request = oracle.submit(spec, Script::constant(9)).expect("the request is acceptable");
         oracle.step();

@@ -7,7 +7,7 @@ use std::sync::Once;
 use cbrs_core::{Error, RequestId, Scheduler, SchedulerConfig, Stats, StepResult, Submitter};
 
 use crate::ops::{Mistake, Op, random_config, random_op, request};
-use crate::oracle::{Oracle, digest};
+use crate::oracle::{Oracle, Seen, digest};
 use crate::rng::{Rng, mix};
 use crate::script::{Script, run};
 
@@ -22,6 +22,7 @@ pub(crate) struct Episode {
     pub(crate) stats: Stats,
     /// Waiting requests that a later one was admitted before, because they waited for a block in flight.
     pub(crate) num_passed: usize,
+    pub(crate) seen: Seen,
 }
 
 /// Draws a configuration and `num_ops` operations from the seed, runs them, drains, and replays them with other hashes.
@@ -29,7 +30,7 @@ pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
     let mut rng = Rng::new(seed);
     let config = random_config(&mut rng);
     let mut ops = Vec::with_capacity(2 * num_ops);
-    let (mut stats, mut num_passed) = (Stats::default(), 0);
+    let (mut stats, mut num_passed, mut seen) = (Stats::default(), 0, Seen::default());
     let outcome = quietly(|| {
         let mut oracle = Oracle::new(config.clone());
         let mut trace = 0;
@@ -44,12 +45,13 @@ pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
             assert!(ops.len() < 100 * (num_ops + 100), "{} requests never end", oracle.model().live.len());
         }
         stats = oracle.scheduler().submitter().stats();
-        num_passed = oracle.model().requests.iter().filter(|request| request.overtaken > 0).count();
+        num_passed = oracle.model().choices.iter().filter(|request| request.overtaken > 0).count();
+        seen = oracle.model().seen;
         rest(&mut oracle, rng.one_in(4));
         check_trace(&config, &ops, trace);
         trace
     });
-    Episode { config, ops, outcome, stats, num_passed }
+    Episode { config, ops, outcome, stats, num_passed, seen }
 }
 
 /// Runs a list of operations with the oracle, drains, and replays it with other hashes.
@@ -92,9 +94,14 @@ pub(crate) fn apply(oracle: &mut Oracle, op: &Op, trace: &mut u64) {
         Op::Step { errors } => oracle.step_with_errors(*errors),
         Op::BadStep(mistake) => bad_step(oracle, *mistake),
         Op::Fail => oracle.fail("the device is gone"),
-        Op::Cancel(request) if num_requests > 0 => oracle.cancel(request % num_requests),
-        Op::Finish { request, num_tokens } if num_requests > 0 => {
-            oracle.finish(request % num_requests, *num_tokens, (num_tokens % 2 == 0).then_some("END"));
+        Op::Cancel(request) if num_requests > 0 => {
+            let choice = oracle.model().requests[request % num_requests].choices.start;
+            oracle.cancel(choice);
+        }
+        Op::Finish { request, choice, num_tokens } if num_requests > 0 => {
+            let choices = oracle.model().requests[request % num_requests].choices.clone();
+            let choice = choices.start + choice % choices.len();
+            oracle.finish(choice, *num_tokens, (num_tokens % 2 == 0).then_some("END"));
         }
         Op::ResetPrefixCache => oracle.reset_prefix_cache(),
         Op::Cancel(_) | Op::Finish { .. } => {}
@@ -142,13 +149,14 @@ fn bad_step(oracle: &mut Oracle, mistake: Mistake) {
 fn bare_trace(config: &SchedulerConfig, ops: &[Op]) -> u64 {
     let mut scheduler = Scheduler::new(config.clone()).expect("the configuration was valid before");
     let submitter = scheduler.submitter();
-    let mut accepted: Vec<(RequestId, Script)> = Vec::new();
+    let mut accepted: Vec<(RequestId, Vec<Script>)> = Vec::new();
     let (mut trace, mut now_ns) = (0, 0);
     for op in ops {
         match op {
             Op::Submit { .. } => {
                 let (spec, script) = request(op).expect("it is a submit");
-                accepted.extend(submitter.submit(spec).ok().map(|id| (id, script)));
+                let scripts = script.into_choices(spec.n);
+                accepted.extend(submitter.submit(spec).ok().map(|id| (id, scripts)));
             }
             Op::Step { errors } => {
                 now_ns += 1;
@@ -166,23 +174,26 @@ fn bare_trace(config: &SchedulerConfig, ops: &[Op]) -> u64 {
     trace
 }
 
-fn bare_control(submitter: &Submitter, accepted: &[(RequestId, Script)], op: &Op) {
+fn bare_control(submitter: &Submitter, accepted: &[(RequestId, Vec<Script>)], op: &Op) {
     match op {
         Op::Cancel(request) if !accepted.is_empty() => {
             submitter.cancel(accepted[request % accepted.len()].0);
         }
-        Op::Finish { request, num_tokens } if !accepted.is_empty() => {
+        Op::Finish { request, choice, num_tokens } if !accepted.is_empty() => {
             let reason = (num_tokens % 2 == 0).then(|| "END".into());
-            submitter.finish(accepted[request % accepted.len()].0, 0, *num_tokens as u32, reason);
+            let (id, scripts) = &accepted[request % accepted.len()];
+            submitter.finish(*id, (choice % scripts.len()) as i32, *num_tokens as u32, reason);
         }
         _ => {}
     }
 }
 
-fn bare_step(scheduler: &mut Scheduler, accepted: &[(RequestId, Script)], errors: u64, now_ns: u64) {
+fn bare_step(scheduler: &mut Scheduler, accepted: &[(RequestId, Vec<Script>)], errors: u64, now_ns: u64) {
     let mut tokens = Vec::new();
     if scheduler.is_in_flight() {
-        let script = |id| &accepted.iter().rev().find(|(other, _)| *other == id).expect("the id was given out").1;
+        let script = |id, number: i32| {
+            &accepted.iter().rev().find(|(other, _)| *other == id).expect("the id was given out").1[number as usize]
+        };
         tokens = run(scheduler.batch(), script);
     }
     let row_error: Vec<u8> = (0..tokens.len()).map(|index| u8::from(index < 64 && errors >> index & 1 == 1)).collect();

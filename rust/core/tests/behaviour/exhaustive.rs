@@ -16,9 +16,13 @@ use crate::script::Script;
 
 const MAX_LIVE: usize = 2;
 
-/// Prompts and `max_tokens`; the first token of the first request is 0 without loss of generality.
-const REQUESTS: [(&[i32], Option<u64>); 6] =
-    [(&[0], None), (&[0], Some(1)), (&[1], None), (&[0, 0], None), (&[0, 1], None), (&[1, 0], None)];
+/// A prompt, how many choices, and `max_tokens`.
+type Request = (&'static [i32], u32, Option<u64>);
+
+/// The first token of the first request is 0 without loss of generality.
+const REQUESTS: &[Request] =
+    &[(&[0], 1, None), (&[0], 1, Some(1)), (&[1], 1, None), (&[0, 0], 1, None), (&[0, 1], 1, None), (&[1, 0], 1, None)];
+const CHOICES: &[Request] = &[(&[0], 2, None), (&[0, 1], 2, None), (&[0], 1, None), (&[0, 1], 1, None)];
 
 #[derive(Debug, Clone, Copy)]
 enum Move {
@@ -35,12 +39,12 @@ enum Move {
     Reset,
 }
 
-fn apply(oracle: &mut Oracle, next: Move) {
+fn apply(oracle: &mut Oracle, requests: &[Request], next: Move) {
     let live = |oracle: &Oracle, place: u8| oracle.model().live[usize::from(place)];
     match next {
         Move::Submit(index) => {
-            let (prompt, max_tokens) = REQUESTS[usize::from(index)];
-            let spec = RequestSpec { max_tokens, ..RequestSpec::new(prompt.to_vec()) };
+            let (prompt, n, max_tokens) = requests[usize::from(index)];
+            let spec = RequestSpec { n, max_tokens, ..RequestSpec::new(prompt.to_vec()) };
             oracle.submit(spec, Script::constant(0)).expect("two requests fit the queue");
         }
         Move::Step { tokens, is_error } => {
@@ -61,24 +65,28 @@ fn num_samples(oracle: &Oracle) -> usize {
 }
 
 /// Everything that could happen next.
-fn moves(oracle: &Oracle, limit: usize) -> Vec<Move> {
-    let num_live = oracle.model().live.len() as u8;
+fn moves(oracle: &Oracle, world: &World) -> Vec<Move> {
+    let model = oracle.model();
     let num_samples = num_samples(oracle);
     let mut moves: Vec<Move> = (0..1 << num_samples).map(|tokens| Move::Step { tokens, is_error: false }).collect();
     if num_samples > 0 {
         moves.push(Move::Step { tokens: 0, is_error: true });
     }
-    if usize::from(num_live) < MAX_LIVE && oracle.model().requests.len() < limit {
-        let is_first = oracle.model().requests.is_empty();
-        let is_offered = |index: &u8| !is_first || REQUESTS[usize::from(*index)].0[0] == 0;
-        moves.extend((0..REQUESTS.len() as u8).filter(is_offered).map(Move::Submit));
+    if model.live_requests().len() < MAX_LIVE && model.requests.len() < world.num_requests {
+        let is_first = model.requests.is_empty();
+        let is_offered = |index: &u8| !is_first || world.requests[usize::from(*index)].0[0] == 0;
+        moves.extend((0..world.requests.len() as u8).filter(is_offered).map(Move::Submit));
     }
     if oracle.scheduler().is_in_flight() {
         moves.push(Move::Fail);
     }
-    for place in 0..num_live {
-        if !oracle.model().is_end_asked(oracle.model().live[usize::from(place)]) {
-            moves.extend([Move::Cancel(place), Move::Finish(place)]);
+    let mut cancelled = None;
+    for (place, &index) in (0..).zip(&model.live) {
+        if !model.is_end_asked(index) {
+            let request = model.choices[index].request;
+            // A cancel of another choice of the same request is the same.
+            moves.extend((cancelled.replace(request) != Some(request)).then_some(Move::Cancel(place)));
+            moves.push(Move::Finish(place));
         }
     }
     moves.push(Move::Reset);
@@ -92,28 +100,29 @@ struct State {
 }
 
 /// Goes to a state; everything is checked at its last move, as it was at the others when they were last.
-fn replay(config: &SchedulerConfig, path: &[Move]) -> Oracle {
-    let mut oracle = Oracle::new(config.clone());
+fn replay(world: &World, path: &[Move]) -> Oracle {
+    let mut oracle = Oracle::new(world.config.clone());
     oracle.set_thorough(false);
     for (index, &next) in path.iter().enumerate() {
         oracle.set_thorough(index + 1 == path.len());
-        apply(&mut oracle, next);
+        apply(&mut oracle, world.requests, next);
     }
     oracle
 }
 
-/// What is searched: a configuration, and how many requests come in all (two of them live at once).
+/// What is searched: a configuration, which requests there are, and how many come in all (two of them live at once).
 #[derive(Debug)]
 struct World {
     config: SchedulerConfig,
+    requests: &'static [Request],
     num_requests: usize,
 }
 
 impl World {
     fn visit(&self, path: Vec<Move>) -> (u64, State) {
         let look = || {
-            let oracle = replay(&self.config, &path);
-            (oracle.model().fingerprint(oracle.scheduler()), moves(&oracle, self.num_requests))
+            let oracle = replay(self, &path);
+            (oracle.model().fingerprint(oracle.scheduler()), moves(&oracle, self))
         };
         let (name, moves) = quietly(look).unwrap_or_else(|message| panic!("{self:?}\n{path:?}\n{message}"));
         (name, State { path, moves })
@@ -142,7 +151,7 @@ impl World {
             }
             depth += 1;
             for state in frontier.iter().step_by(7) {
-                let drain = || replay(&self.config, &state.path).drain();
+                let drain = || replay(self, &state.path).drain();
                 quietly(drain).unwrap_or_else(|message| panic!("{self:?}\n{:?}, then drained\n{message}", state.path));
             }
         }
@@ -162,12 +171,25 @@ fn tiny() -> SchedulerConfig {
     }
 }
 
+fn is_long_run() -> bool {
+    env::var_os("CBRS_SOAK").is_some()
+}
+
+fn search_world(world: &World, at_least: usize) {
+    let (num_states, depth) = world.search();
+    assert!(num_states > at_least, "only {num_states} states up to {depth} moves: the search has missed something");
+}
+
 /// Searches the world of three requests (four in the long run), of which two live at once.
 fn search(config: SchedulerConfig) {
-    let num_requests = if env::var_os("CBRS_SOAK").is_some() { 4 } else { 3 };
-    let world = World { config, num_requests };
-    let (num_states, depth) = world.search();
-    assert!(num_states > 5000, "only {num_states} states up to {depth} moves: the search has missed something");
+    let num_requests = if is_long_run() { 4 } else { 3 };
+    search_world(&World { config, requests: REQUESTS, num_requests }, 4000);
+}
+
+/// Searches a world in which requests have two choices: two requests, or three in the long run.
+fn search_choices(config: SchedulerConfig) {
+    let num_requests = if is_long_run() { 3 } else { 2 };
+    search_world(&World { config, requests: CHOICES, num_requests }, 5000);
 }
 
 #[test]
@@ -198,4 +220,19 @@ fn no_reachable_state_is_wrong_with_equal_hashes() {
 #[test]
 fn no_reachable_state_is_wrong_under_static() {
     search(SchedulerConfig { policy: Policy::Static, max_num_batched_tokens: 1, ..tiny() });
+}
+
+#[test]
+fn no_reachable_state_of_two_choices_is_wrong() {
+    search_choices(tiny());
+}
+
+#[test]
+fn no_reachable_state_of_two_choices_is_wrong_without_prefix_cache() {
+    search_choices(SchedulerConfig { enable_prefix_caching: false, ..tiny() });
+}
+
+#[test]
+fn no_reachable_state_of_two_choices_is_wrong_in_a_single_row() {
+    search_choices(SchedulerConfig { max_num_seqs: 1, ..tiny() });
 }

@@ -40,7 +40,7 @@ fn prompt_and_output_may_fill_the_context_and_not_more() {
         let spec = with(num_prompt_tokens, max_tokens);
         let accepted = oracle.submit(spec, Script::constant(9)).expect("the sum is 10");
         oracle.drain();
-        assert_eq!(oracle.model().requests[accepted].tokens.len(), 10);
+        assert_eq!(oracle.model().choices[accepted].tokens.len(), 10);
     }
     for (num_prompt_tokens, max_tokens) in [(10, None), (11, None), (9, Some(2)), (4, Some(7)), (1, Some(u64::MAX - 1))]
     {
@@ -144,7 +144,7 @@ fn a_cancelled_request_ends_in_the_next_step_and_holds_nothing() {
             oracle.cancel(request);
             oracle.cancel(request);
             oracle.step();
-            let cancelled = &oracle.model().requests[request];
+            let cancelled = &oracle.model().choices[request];
             assert!(cancelled.end.is_some() && !oracle.batch().request_ids.contains(&cancelled.id.as_u64()));
             oracle.drain();
         }
@@ -161,6 +161,6 @@ fn the_blocks_that_a_request_found_do_not_count_as_room_for_the_rest_of_it() {
     oracle.step();
     let finder = oracle.accept(&tokens(0..13), 1, Script::constant(9));
     oracle.step();
-    assert!(oracle.model().requests[holder].row.is_some() && oracle.model().requests[finder].row.is_none());
+    assert!(oracle.model().choices[holder].row.is_some() && oracle.model().choices[finder].row.is_none());
     oracle.drain();
 }

@@ -9,11 +9,13 @@
 //! | `kv_oracle` | that the fake KV memory really notices what it is there for |
 //! | `cases` | faults that engines of this kind have had, each with the right behaviour |
 //! | `limits` | bounds, at the limit and one above |
+//! | `choices` | several choices of one prompt, number by number |
 //! | `textbook` | the examples with which continuous batching is explained, number by number |
 //!
 //! One test binary, so that the oracle is compiled once.
 
 mod cases;
+mod choices;
 mod episode;
 mod exhaustive;
 mod kv_oracle;

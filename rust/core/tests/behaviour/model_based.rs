@@ -100,7 +100,11 @@ fn random_operations_bring_up_every_case() {
         ("evictions", sum(|episode| episode.stats.num_evicted_blocks), 1000),
         ("preemptions", sum(|episode| episode.stats.num_preemptions), 100),
         ("recomputed tokens", sum(|episode| episode.stats.num_recomputed_tokens), 500),
-        ("passed while waiting for a block in flight", sum(|episode| episode.num_passed as u64), 10),
+        ("passed while waiting for a block in flight", sum(|episode| episode.num_passed as u64), 5),
+        ("choices that start with pinned blocks", sum(|episode| episode.seen.forks), 500),
+        ("of these without a cache", sum(|episode| episode.seen.unpublished_forks), 100),
+        ("pins dropped for a decode", sum(|episode| episode.seen.starved_drops), 20),
+        ("later choices that compute the prompt", sum(|episode| episode.seen.later_leaders), 20),
     ];
     for (name, count, at_least) in figures {
         assert!(count >= at_least, "{name}: only {count} in {} episodes; {figures:?}", episodes.len());
@@ -115,7 +119,7 @@ fn check_regression(config: &SchedulerConfig, ops: &[Op]) {
 }
 
 fn submit(prompt: &[i32], max_tokens: Option<u64>, owner: u8, script: u64) -> Op {
-    Op::Submit { prompt: prompt.to_vec(), max_tokens, owner, stop: None, ignore_eos: true, script }
+    Op::Submit { prompt: prompt.to_vec(), n: 1, max_tokens, owner, stop: None, ignore_eos: true, script }
 }
 
 /// In the second step the third prompt continues the first one's block, while the second prompt fills a block with the same tokens and,
@@ -158,7 +162,7 @@ fn a_resumed_request_finds_blocks_that_it_filled_after_a_reset() {
         ),
         submit(&[0, 0, 0, 1, 0, 1, 0, 0, 1, 0], Some(7), 0, 5_379_423_574_687_673_930),
         submit(&[1, 1, 0], Some(12), 0, twin),
-        Op::Finish { request: 0, num_tokens: 0 },
+        Op::Finish { request: 0, choice: 0, num_tokens: 0 },
         submit(&[1, 1], None, 0, twin),
         submit(&[1, 1], None, 0, twin),
         Op::Step { errors: 0 },

@@ -19,6 +19,7 @@ const VOCAB_SIZE: u32 = 4;
 pub(crate) enum Op {
     Submit {
         prompt: Vec<i32>,
+        n: u32,
         max_tokens: Option<u64>,
         owner: u8,
         stop: Option<i32>,
@@ -35,6 +36,7 @@ pub(crate) enum Op {
     Cancel(usize),
     Finish {
         request: usize,
+        choice: usize,
         num_tokens: usize,
     },
     ResetPrefixCache,
@@ -66,7 +68,7 @@ pub(crate) fn owner(index: u8) -> (Option<Arc<str>>, Option<Arc<str>>) {
 
 /// What a `Submit` asks for.
 pub(crate) fn request(op: &Op) -> Option<(RequestSpec, Script)> {
-    let Op::Submit { prompt, max_tokens, owner: index, stop, ignore_eos, script } = op else { return None };
+    let Op::Submit { prompt, n, max_tokens, owner: index, stop, ignore_eos, script } = op else { return None };
     let (tenant, cache_salt) = owner(*index);
     let sampling = SamplingSpec { seed: (script % 2 == 0).then_some(*script), ..SamplingSpec::default() };
     let stop_token_ids = stop.iter().copied().collect();
@@ -74,6 +76,7 @@ pub(crate) fn request(op: &Op) -> Option<(RequestSpec, Script)> {
     let prompt_token_ids = prompt.clone();
     let spec = RequestSpec {
         prompt_token_ids,
+        n: *n,
         max_tokens,
         stop_token_ids,
         ignore_eos,
@@ -113,14 +116,14 @@ pub(crate) fn random_config(rng: &mut Rng) -> SchedulerConfig {
 
 /// The next operation, given what has happened so far.
 pub(crate) fn random_op(rng: &mut Rng, oracle: &Oracle) -> Op {
-    let (num_requests, num_live) = (oracle.model().requests.len(), oracle.model().live.len());
+    let (num_requests, num_live) = (oracle.model().requests.len(), oracle.model().live_requests().len());
     // Ends by cancel or finish are drawn from the last few requests: most others have ended.
     let recent = |rng: &mut Rng| num_requests.saturating_sub(1 + rng.below(8));
     match rng.below(100) {
         0..=24 if num_live < 12 || rng.one_in(8) => random_submit(rng, oracle),
         0..=89 => Op::Step { errors: if rng.one_in(32) { rng.next() & rng.next() } else { 0 } },
         90..=92 => Op::Cancel(recent(rng)),
-        93..=95 => Op::Finish { request: recent(rng), num_tokens: rng.below(4) },
+        93..=95 => Op::Finish { request: recent(rng), choice: rng.below(4), num_tokens: rng.below(4) },
         96 => Op::Fail,
         97 => Op::ResetPrefixCache,
         _ => {
@@ -161,27 +164,28 @@ fn random_submit(rng: &mut Rng, oracle: &Oracle) -> Op {
     }
     let owner = if rng.one_in(3) { rng.below(usize::from(NUM_OWNERS)) as u8 } else { 0 };
     let stop = rng.one_in(8).then(|| rng.below(3) as i32);
-    Op::Submit { prompt, max_tokens, owner, stop, ignore_eos: rng.one_in(4), script: rng.next() }
+    let n = if rng.one_in(3) { rng.within(2, 4) as u32 } else { 1 };
+    Op::Submit { prompt, n, max_tokens, owner, stop, ignore_eos: rng.one_in(4), script: rng.next() }
 }
 
 /// The same as one of the last requests, which will get the same answer, as two greedy ones do: all their blocks become the same.
 fn twin(rng: &mut Rng, oracle: &Oracle) -> Option<Op> {
-    let requests = &oracle.model().requests;
-    let earlier = requests.get(requests.len().checked_sub(1 + rng.below(3))?)?;
+    let choices = &oracle.model().choices;
+    let earlier = choices.get(choices.len().checked_sub(1 + rng.below(3))?)?;
     let Script::Random { seed, .. } = earlier.script else { return None };
     let owner = (0..NUM_OWNERS)
         .find(|&index| owner(index) == (earlier.spec.tenant.clone(), earlier.spec.cache_salt.clone()))?;
     let prompt = earlier.spec.prompt_token_ids.clone();
-    Some(Op::Submit { prompt, max_tokens: None, owner, stop: None, ignore_eos: true, script: seed })
+    Some(Op::Submit { prompt, n: 1, max_tokens: None, owner, stop: None, ignore_eos: true, script: seed })
 }
 
 /// The beginning of what an earlier request knows, its output included, as the next turn of a conversation would have.
 fn shared_start(rng: &mut Rng, oracle: &Oracle) -> Vec<i32> {
-    let requests = &oracle.model().requests;
-    if requests.is_empty() || rng.one_in(3) {
+    let choices = &oracle.model().choices;
+    if choices.is_empty() || rng.one_in(3) {
         return Vec::new();
     }
-    let earlier = &requests[requests.len() - 1 - rng.below(requests.len().min(10))].tokens;
+    let earlier = &choices[choices.len() - 1 - rng.below(choices.len().min(10))].tokens;
     let num_shared = if rng.one_in(2) { earlier.len() } else { rng.within(0, earlier.len()) };
     earlier[..num_shared].to_vec()
 }

@@ -22,6 +22,21 @@ impl Script {
         Self::Fixed(vec![token])
     }
 
+    /// What another choice of the same request is answered: often something else, sometimes the same as with greedy sampling.
+    fn for_choice(&self, number: usize) -> Self {
+        match self {
+            Self::Random { seed, vocab_size, rare } if number > 0 && !seed.is_multiple_of(4) => {
+                Self::Random { seed: mix(seed ^ mix(number as u64)), vocab_size: *vocab_size, rare: *rare }
+            }
+            same => same.clone(),
+        }
+    }
+
+    /// What each of `n` choices is answered.
+    pub(crate) fn into_choices(self, n: u32) -> Vec<Self> {
+        (0..n as usize).map(|number| self.for_choice(number)).collect()
+    }
+
     /// Output token number `position`.
     pub(crate) fn token(&self, position: usize) -> i32 {
         match self {
@@ -38,11 +53,12 @@ impl Script {
 }
 
 /// Runs a batch: one token per sample, found by row, as a runner would.
-pub(crate) fn run<'a>(batch: &Batch, mut script_of: impl FnMut(RequestId) -> &'a Script) -> Vec<i32> {
+pub(crate) fn run<'a>(batch: &Batch, mut script_of: impl FnMut(RequestId, i32) -> &'a Script) -> Vec<i32> {
     let mut tokens = Vec::with_capacity(batch.num_samples());
     for (&row, &position) in batch.sample_rows.iter().zip(&batch.sample_positions) {
         let index = batch.row_ids.iter().position(|&other| other == row).expect("a sampled row is in the batch");
-        tokens.push(script_of(RequestId::from_u64(batch.request_ids[index])).token(position as usize));
+        let script = script_of(RequestId::from_u64(batch.request_ids[index]), batch.choice_ids[index]);
+        tokens.push(script.token(position as usize));
     }
     tokens
 }

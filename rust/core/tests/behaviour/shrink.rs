@@ -54,11 +54,19 @@ pub(crate) fn shrink(ops: &[Op], mut fails: impl FnMut(&[Op]) -> bool) -> Vec<Op
 fn simpler(op: &Op) -> Vec<Op> {
     let mut simpler = Vec::new();
     match op {
-        Op::Submit { prompt, max_tokens, owner, stop, ignore_eos, script } => {
-            let submit = |prompt: &[i32], max_tokens, owner, stop, ignore_eos| {
+        Op::Submit { prompt, n, max_tokens, owner, stop, ignore_eos, script } => {
+            let submit_n = |n, prompt: &[i32], max_tokens, owner, stop, ignore_eos| {
                 let prompt = prompt.to_vec();
-                Op::Submit { prompt, max_tokens, owner, stop, ignore_eos, script: *script }
+                Op::Submit { prompt, n, max_tokens, owner, stop, ignore_eos, script: *script }
             };
+            let submit = |prompt: &[i32], max_tokens, owner, stop, ignore_eos| {
+                submit_n(*n, prompt, max_tokens, owner, stop, ignore_eos)
+            };
+            for fewer in [1, n - 1] {
+                if fewer > 0 && fewer < *n {
+                    simpler.push(submit_n(fewer, prompt, *max_tokens, *owner, *stop, *ignore_eos));
+                }
+            }
             for len in [prompt.len() / 2, prompt.len().saturating_sub(1)] {
                 if len > 0 && len < prompt.len() {
                     simpler.push(submit(&prompt[..len], *max_tokens, *owner, *stop, *ignore_eos));
@@ -78,8 +86,9 @@ fn simpler(op: &Op) -> Vec<Op> {
             }
         }
         Op::Step { errors } if *errors != 0 => simpler.push(Op::Step { errors: 0 }),
-        Op::Finish { request, num_tokens } if *num_tokens > 0 => {
-            simpler.push(Op::Finish { request: *request, num_tokens: 0 });
+        Op::Finish { request, choice, num_tokens } if *num_tokens + *choice > 0 => {
+            simpler.push(Op::Finish { request: *request, choice: *choice, num_tokens: 0 });
+            simpler.push(Op::Finish { request: *request, choice: 0, num_tokens: *num_tokens });
         }
         _ => {}
     }
@@ -102,7 +111,10 @@ mod tests {
         assert!(fails(&ops), "the list has a long prompt and a failed step");
         let short = shrink(&ops, fails);
         assert_eq!(short.len(), 2, "{short:?}");
-        assert!(matches!(&short[0], Op::Submit { prompt, max_tokens: Some(1), .. } if prompt.len() == 3), "{short:?}");
+        assert!(
+            matches!(&short[0], Op::Submit { prompt, n: 1, max_tokens: Some(1), .. } if prompt.len() == 3),
+            "{short:?}"
+        );
     }
 
     #[test]

@@ -28,7 +28,7 @@ fn one_token_requests(oracle: &mut Oracle, num_output_tokens: &[u64]) {
 fn by_row(oracle: &Oracle) -> String {
     let mut rows = vec!['-'; oracle.model().config.max_num_seqs];
     for flying in &oracle.model().flight {
-        rows[flying.row] = char::from(b'A' + flying.request as u8);
+        rows[flying.row] = char::from(b'A' + flying.choice as u8);
     }
     let names: Vec<String> = rows.iter().map(char::to_string).collect();
     names.join(" ")
@@ -166,10 +166,10 @@ fn decodes_get_a_token_in_every_step_of_a_chunked_prefill() {
     let mut oracle = decoding(large(Some(2048)), 4);
     let long = oracle.accept(&prompt(1, 20_000), 1, Script::constant(7));
     let mut num_steps = 0;
-    while oracle.model().requests[long].num_output() == 0 {
-        let before: Vec<usize> = (0..4).map(|index| oracle.model().requests[index].num_output()).collect();
+    while oracle.model().choices[long].num_output() == 0 {
+        let before: Vec<usize> = (0..4).map(|index| oracle.model().choices[index].num_output()).collect();
         oracle.step();
-        let after: Vec<usize> = (0..4).map(|index| oracle.model().requests[index].num_output()).collect();
+        let after: Vec<usize> = (0..4).map(|index| oracle.model().choices[index].num_output()).collect();
         assert!(before.iter().zip(&after).all(|(before, after)| before + 1 == *after), "{before:?} {after:?}");
         assert!(chunks(&oracle).iter().all(|&len| len <= 2048));
         num_steps += 1;
@@ -191,7 +191,7 @@ fn a_pool_for_300_runs_300_of_500_and_the_next_starts_after_a_release() {
     assert_eq!(oracle.batch().num_seqs(), 300, "nothing is released, so nothing starts");
     oracle.cancel(123);
     oracle.step();
-    assert_eq!(oracle.scheduler().output().started_request_ids, [oracle.model().requests[300].id.as_u64()]);
+    assert_eq!(oracle.scheduler().output().started_request_ids, [oracle.model().choices[300].id.as_u64()]);
     assert_eq!((oracle.batch().new_rows.clone(), oracle.batch().num_seqs()), (vec![123], 300));
     oracle.drain();
 }

@@ -33,33 +33,33 @@ impl Model {
     fn check_sequence(&self, scheduler: &Scheduler, index: usize, token: usize, samples: usize) -> Flying {
         let batch = scheduler.batch();
         let row = batch.row_ids[index] as usize;
-        let request = self.find(RequestId::from_u64(batch.request_ids[index]));
-        assert_eq!(self.rows[row], Some(request), "row {row} belongs to another request");
-        let tracked = &self.requests[request];
+        let choice = self.find(RequestId::from_u64(batch.request_ids[index]), batch.choice_ids[index]);
+        assert_eq!(self.rows[row], Some(choice), "row {row} belongs to another choice");
+        let tracked = &self.choices[choice];
         assert_eq!(batch.query_start[index] as usize, token);
         let (start, end) = (tracked.computed, tracked.computed + batch.query_start[index + 1] as usize - token);
-        assert!(end <= tracked.tokens.len(), "request {request} computes tokens that are not known");
-        assert_eq!(batch.seq_lens[index] as usize, end, "request {request}: the context is not computed + scheduled");
-        assert_eq!(batch.choice_ids[index], 0);
+        assert!(end <= tracked.tokens.len(), "choice {choice} computes tokens that are not known");
+        assert_eq!(batch.seq_lens[index] as usize, end, "choice {choice}: the context is not computed + scheduled");
         let table = self.tables.row(row);
-        assert!(table.len() * self.config.block_size >= end, "request {request}: its table does not cover the step");
+        assert!(table.len() * self.config.block_size >= end, "choice {choice}: its table does not cover the step");
         for position in start..end {
             let at = token + position - start;
-            assert_eq!(batch.token_ids[at], tracked.tokens[position], "request {request}: token at {position}");
+            assert_eq!(batch.token_ids[at], tracked.tokens[position], "choice {choice}: token at {position}");
             assert_eq!(batch.positions[at] as usize, position);
             let slot = self.memory.slot(table, position) as i64;
-            assert_eq!(batch.slot_mapping[at], slot, "request {request}: slot of {position}");
+            assert_eq!(batch.slot_mapping[at], slot, "choice {choice}: slot of {position}");
         }
         let is_sampled = end == tracked.tokens.len();
         if is_sampled {
             let told = (batch.sample_rows[samples], batch.sample_positions[samples], batch.sample_index[samples]);
             let wanted = (row as i32, tracked.num_output() as i32, samples as i32);
-            assert_eq!(told, wanted, "request {request}: (row, output position, logits) of its sample");
+            assert_eq!(batch.sample_choices[samples] as usize, tracked.number, "choice {choice}: of its sample");
+            assert_eq!(told, wanted, "choice {choice}: (row, output position, logits) of its sample");
             assert_eq!(batch.logits_index[samples] as usize, token + end - start - 1, "the logits of its last token");
         } else {
-            assert!(!batch.sample_rows.contains(&(row as i32)), "request {request} is sampled before its last token");
+            assert!(!batch.sample_rows.contains(&(row as i32)), "choice {choice} is sampled before its last token");
         }
-        Flying { request, row, start, end, sample: is_sampled.then_some(samples) }
+        Flying { choice, row, start, end, sample: is_sampled.then_some(samples) }
     }
 
     fn check_scalars(&mut self, scheduler: &Scheduler) {

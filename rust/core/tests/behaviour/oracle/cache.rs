@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use cbrs_core::block::{BlockId, BlockPool};
 
-use super::requests::Tracked;
+use super::requests::Choice;
 
 /// What the prefix cache must hold.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl Cache {
     }
 
     /// Leading blocks of the request that are in the cache.
-    pub(crate) fn hits(&self, request: &Tracked, block_size: usize) -> usize {
+    pub(crate) fn hits(&self, request: &Choice, block_size: usize) -> usize {
         let is_present = |column: usize| self.block_of.contains_key(&request.block_prefix(column, block_size));
         (0..request.max_hits(block_size)).take_while(|&column| is_present(column)).count()
     }

@@ -1,6 +1,6 @@
 //! One number for a state, the same for states that behave the same from here on: what is past and how things are numbered is left out.
 //!
-//! Blocks are named by where they stand: in tables, then in the order of eviction. Requests are named by their order of arrival among
+//! Blocks are named by where they stand: in tables, then in the order of eviction. Choices are named by their order of arrival among
 //! the live ones.
 
 use super::model::Model;
@@ -12,7 +12,7 @@ impl Model {
         let mut state = Folder(0);
         let mut names: Vec<i32> = Vec::new();
         for &index in &self.live {
-            let request = &self.requests[index];
+            let request = &self.choices[index];
             state.add_all(request.tokens.iter().map(|&token| token as u64));
             let counts = [
                 request.num_prompt(),
@@ -28,12 +28,18 @@ impl Model {
                 request.deferrals,
                 request.turns_waited,
                 usize::from(request.is_cancel_asked),
+                request.number,
+                self.request_of(index).choices.len(),
+                usize::from(self.request_of(index).leader == Some(index)),
+                usize::from(self.request_of(index).is_forked),
                 usize::from(index < self.left_out) + 2 * usize::from(index == self.left_out),
             ];
             state.add_all(counts.into_iter().map(|count| count as u64));
             state.add(request.root);
             let table = request.row.map_or(&[][..], |row| self.tables.row(row));
             state.add_all(table.iter().map(|&block| name(&mut names, block)));
+            let pins = &self.request_of(index).pins;
+            state.add_all(pins.iter().map(|&block| name(&mut names, block)));
         }
         self.add_traffic(&mut state);
         let pool = scheduler.pool();
@@ -48,17 +54,17 @@ impl Model {
     /// What is in flight, asked for, or still to be told.
     fn add_traffic(&self, state: &mut Folder) {
         let place =
-            |request: usize| self.live.iter().position(|&other| other == request).map_or(u64::MAX, |at| at as u64);
+            |choice: usize| self.live.iter().position(|&other| other == choice).map_or(u64::MAX, |at| at as u64);
         for flying in &self.flight {
             let (start, end) = (flying.start as u64, flying.end as u64);
-            state.add_all([place(flying.request), flying.row as u64, start, end].into_iter());
+            state.add_all([place(flying.choice), flying.row as u64, start, end].into_iter());
         }
         for control in &self.controls {
-            let (kind, request) = match control {
-                super::Control::Cancel { request } => (0, *request),
-                super::Control::Finish { request, .. } => (1, *request),
+            let (kind, choice) = match control {
+                super::Control::Cancel { choice } => (0, *choice),
+                super::Control::Finish { choice, .. } => (1, *choice),
             };
-            state.add_all([kind, place(request)].into_iter());
+            state.add_all([kind, place(choice)].into_iter());
         }
         state.add_all(self.events.iter().map(|event| event.finish.map_or(0, |finish| finish as u64)));
         state.add_all(self.freed.iter().map(|&row| row as u64));

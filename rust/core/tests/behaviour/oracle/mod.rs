@@ -6,6 +6,7 @@
 mod arrays;
 mod cache;
 mod fingerprint;
+mod forks;
 mod memory;
 mod model;
 mod order;
@@ -19,14 +20,14 @@ use cbrs_core::{Batch, Error, FinishReason, RequestSpec, Scheduler, SchedulerCon
 
 use crate::script::{Script, run};
 pub(crate) use memory::Memory;
-pub(crate) use model::Model;
-use requests::{Control, Detail, Tracked, check_events};
+pub(crate) use model::{Model, Seen};
+use requests::{Choice, Control, Detail, check_events};
 pub(crate) use trace::digest;
 
 /// Steps after which a scheduler that should have come to rest is taken to be stuck.
 const MAX_DRAIN_STEPS: usize = 100_000;
 
-/// A scheduler under observation. Requests are named by their place in the order of arrival.
+/// A scheduler under observation. Choices are named by their place in the order of arrival, and a request by its first choice.
 pub(crate) struct Oracle {
     scheduler: Scheduler,
     submitter: Submitter,
@@ -63,8 +64,12 @@ impl Oracle {
         let refusal = self.model.refusal(&spec);
         let answer = self.submitter.submit(spec.clone());
         assert_eq!(answer.as_ref().err(), refusal.as_ref(), "submit gave the left refusal, the right one is due");
-        let max_model_len = self.model.config.max_model_len;
-        let index = answer.map(|id| self.model.accept(Tracked::new(id, spec, script, max_model_len)));
+        let (max_model_len, spec) = (self.model.config.max_model_len, Arc::new(spec));
+        let scripts = script.into_choices(spec.n).into_iter().enumerate();
+        let index = answer.map(|id| {
+            let choice = |(number, script)| Choice::new(id, number, Arc::clone(&spec), script, max_model_len);
+            self.model.accept(id, scripts.map(choice).collect())
+        });
         self.check();
         index
     }
@@ -109,7 +114,7 @@ impl Oracle {
         if !self.scheduler.is_in_flight() {
             return Vec::new();
         }
-        run(self.batch(), |id| &self.model.requests[self.model.find(id)].script)
+        run(self.batch(), |id, number| &self.model.choices[self.model.find(id, number)].script)
     }
 
     /// Offers a result that must be refused without any effect.
@@ -134,26 +139,32 @@ impl Oracle {
         self.check();
     }
 
-    /// Cancels a request; only the first cancel of a live one counts.
-    pub(crate) fn cancel(&mut self, request: usize) {
-        let tracked = &mut self.model.requests[request];
-        let counts = tracked.end.is_none() && !tracked.is_cancel_asked;
-        assert_eq!(self.submitter.cancel(tracked.id), counts, "whether the cancel of {:?} counts", tracked.id);
+    /// Cancels the request of a choice; only the first cancel of a live one counts.
+    pub(crate) fn cancel(&mut self, choice: usize) {
+        let request = self.model.request_of(choice);
+        let (id, choices) = (request.id, request.choices.clone());
+        let is_live = choices.clone().any(|index| self.model.choices[index].end.is_none());
+        let counts = is_live && !self.model.choices[choices.start].is_cancel_asked;
+        assert_eq!(self.submitter.cancel(id), counts, "whether the cancel of {id:?} counts");
         if counts {
-            tracked.is_cancel_asked = true;
-            self.model.controls.push(Control::Cancel { request });
+            self.model.choices[choices.start].is_cancel_asked = true;
+            self.model.controls.push(Control::Cancel { choice });
         }
         self.check();
     }
 
-    /// Ends a request at a stop string.
-    pub(crate) fn finish(&mut self, request: usize, num_tokens: usize, reason: Option<&str>) {
-        let (id, is_live) = (self.model.requests[request].id, self.model.requests[request].end.is_none());
+    /// Ends a choice at a stop string.
+    pub(crate) fn finish(&mut self, choice: usize, num_tokens: usize, reason: Option<&str>) {
+        let Choice { id, number, .. } = self.model.choices[choice];
+        let choices = self.model.request_of(choice).choices.clone();
+        let is_live = choices.clone().any(|index| self.model.choices[index].end.is_none());
         let reason: Option<Arc<str>> = reason.map(Arc::from);
-        assert!(!self.submitter.finish(id, 1, 0, None) || is_live, "a finish of an ended request counts");
-        assert_eq!(self.submitter.finish(id, 0, num_tokens as u32, reason.clone()), is_live);
+        for absent in [choices.len() as i32, -1] {
+            assert_eq!(self.submitter.finish(id, absent, 0, None), is_live, "whether {id:?} lives");
+        }
+        assert_eq!(self.submitter.finish(id, number as i32, num_tokens as u32, reason.clone()), is_live);
         if is_live {
-            self.model.controls.push(Control::Finish { request, num_tokens, reason });
+            self.model.controls.push(Control::Finish { choice, num_tokens, reason });
         }
         self.check();
     }
@@ -187,7 +198,7 @@ impl Oracle {
         self.model.is_closed = true;
         self.model.apply_controls();
         let mut live = self.model.live.clone();
-        live.sort_by_key(|&index| self.model.requests[index].id.slot());
+        live.sort_by_key(|&index| (self.model.choices[index].id.slot(), index));
         for index in live {
             self.model.end_with_event(index, FinishReason::Cancelled, Detail::Absent);
         }
@@ -226,8 +237,11 @@ impl Oracle {
         let num_used = holders.iter().filter(|&&holders| holders > 0).count();
         let mut wanted = self.model.counters;
         wanted.num_running = self.model.rows.iter().flatten().count() as u64;
-        wanted.num_waiting = self.model.live.len() as u64 - wanted.num_running;
-        wanted.num_queued_tokens = self.model.queued().1;
+        let (num_queued, num_queued_tokens) = self.model.queued();
+        let is_under_way = |&&index: &&usize| self.model.request_of(index).is_started;
+        let num_under_way = self.model.live.iter().filter(is_under_way).count();
+        wanted.num_waiting = (num_queued + num_under_way) as u64 - wanted.num_running;
+        wanted.num_queued_tokens = num_queued_tokens;
         wanted.num_used_blocks = num_used as u64;
         wanted.num_cached_blocks = num_cached as u64;
         wanted.num_free_blocks = (self.model.config.num_blocks - num_used - num_cached) as u64;

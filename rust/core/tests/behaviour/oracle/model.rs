@@ -5,13 +5,14 @@ use std::sync::Arc;
 use cbrs_core::{Error, FinishReason, RequestId, RequestSpec, SchedulerConfig, Stats};
 
 use super::cache::Cache;
+use super::forks::Request;
 use super::memory::Memory;
-use super::requests::{Control, Detail, Event, Tracked};
+use super::requests::{Choice, Control, Detail, Event};
 
-/// A sequence of the batch in flight: positions `start..end` of a request.
+/// A sequence of the batch in flight: positions `start..end` of a choice.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Flying {
-    pub(crate) request: usize,
+    pub(crate) choice: usize,
     pub(crate) row: usize,
     pub(crate) start: usize,
     pub(crate) end: usize,
@@ -45,15 +46,17 @@ impl Tables {
 #[derive(Debug)]
 pub(crate) struct Model {
     pub(crate) config: SchedulerConfig,
-    /// Every request that was ever accepted.
-    pub(crate) requests: Vec<Tracked>,
-    /// Those that have not ended, in order of arrival.
+    /// Every request that was ever accepted, in order of arrival.
+    pub(crate) requests: Vec<Request>,
+    /// All their choices, in order of arrival and number.
+    pub(crate) choices: Vec<Choice>,
+    /// The choices that have not ended, in order.
     pub(crate) live: Vec<usize>,
     by_slot: Vec<usize>,
     pub(crate) controls: Vec<Control>,
     /// What the next step must tell.
     pub(crate) events: Vec<Event>,
-    /// Request of each row.
+    /// Choice in each row.
     pub(crate) rows: Vec<Option<usize>>,
     /// Rows that lost their sequence since the last plan, in order.
     pub(crate) freed: Vec<i32>,
@@ -74,6 +77,21 @@ pub(crate) struct Model {
     pub(crate) step_id: u64,
     pub(crate) counters: Stats,
     pub(crate) is_closed: bool,
+    /// What has come up, for tests that want to know.
+    pub(crate) seen: Seen,
+}
+
+/// How often the rarer cases have come up.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Seen {
+    /// Choices that started with pinned blocks, and of these those that no cache would have given them.
+    pub(crate) forks: u64,
+    pub(crate) unpublished_forks: u64,
+    /// Requests that gave up their pins because a decode needed a block, and because nothing ran.
+    pub(crate) starved_drops: u64,
+    pub(crate) stuck_drops: u64,
+    /// Choices that computed the prompt although another had before.
+    pub(crate) later_leaders: u64,
 }
 
 impl Model {
@@ -82,6 +100,7 @@ impl Model {
         let max_blocks = config.max_blocks_per_seq();
         Self {
             requests: Vec::new(),
+            choices: Vec::new(),
             live: Vec::new(),
             by_slot: vec![usize::MAX; config.queue_capacity + config.max_num_seqs],
             controls: Vec::new(),
@@ -100,6 +119,7 @@ impl Model {
             step_id: 0,
             counters: Stats::default(),
             is_closed: false,
+            seen: Seen::default(),
             config,
         }
     }
@@ -108,32 +128,19 @@ impl Model {
         self.config.enable_prefix_caching
     }
 
-    /// The live or ended request with this id.
-    pub(crate) fn find(&self, id: RequestId) -> usize {
+    /// A live or ended choice.
+    pub(crate) fn find(&self, id: RequestId, number: i32) -> usize {
         let index = self.by_slot.get(id.slot() as usize).copied().unwrap_or(usize::MAX);
-        assert!(index < self.requests.len() && self.requests[index].id == id, "{id:?} was never given out");
+        let request = self.requests.get(index).filter(|request| request.id == id);
+        let choices = &request.unwrap_or_else(|| panic!("{id:?} was never given out")).choices;
+        let index = choices.start + number as usize;
+        assert!(choices.contains(&index), "{id:?} has no choice {number}");
         index
     }
 
-    /// Running requests in order of arrival.
+    /// Running choices in order.
     pub(crate) fn running(&self) -> Vec<usize> {
-        self.live.iter().copied().filter(|&index| self.requests[index].row.is_some()).collect()
-    }
-
-    /// Requests without a row in the order in which they may be admitted: preempted ones first, then by arrival.
-    pub(crate) fn waiting(&self) -> Vec<usize> {
-        let mut waiting: Vec<usize> =
-            self.live.iter().copied().filter(|&index| self.requests[index].row.is_none()).collect();
-        waiting.sort_by_key(|&index| (!self.requests[index].is_started, index));
-        waiting
-    }
-
-    /// Requests and prompt tokens that count against the queue's bounds.
-    pub(crate) fn queued(&self) -> (usize, u64) {
-        let queued = self.live.iter().filter(|&&index| !self.requests[index].is_started);
-        queued.fold((0, 0), |(requests, tokens), &index| {
-            (requests + 1, tokens + self.requests[index].num_prompt() as u64)
-        })
+        self.live.iter().copied().filter(|&index| self.choices[index].row.is_some()).collect()
     }
 
     /// Why `submit` must refuse this request, if it must.
@@ -168,27 +175,30 @@ impl Model {
         }
     }
 
-    pub(crate) fn accept(&mut self, request: Tracked) -> usize {
-        let index = self.requests.len();
-        assert!(request.id.generation() > 0, "0 is no id");
-        let slot = request.id.slot() as usize;
-        let previous = self.by_slot[slot];
+    /// Takes up a new request; returns its first choice.
+    pub(crate) fn accept(&mut self, id: RequestId, choices: Vec<Choice>) -> usize {
+        assert!(id.generation() > 0, "0 is no id");
+        let (request, first) = (self.requests.len(), self.choices.len());
+        let previous = std::mem::replace(&mut self.by_slot[id.slot() as usize], request);
+        let has_ended = |previous: &Request| previous.choices.clone().all(|index| self.choices[index].end.is_some());
         assert!(
-            previous == usize::MAX || self.requests[previous].end.is_some() && self.requests[previous].id != request.id,
-            "{:?} was given out twice",
-            request.id
+            self.requests.get(previous).is_none_or(|previous| previous.id != id && has_ended(previous)),
+            "{id:?} was given out twice"
         );
-        self.by_slot[slot] = index;
-        self.live.push(index);
-        self.requests.push(request);
+        for choice in choices {
+            self.live.push(self.choices.len());
+            self.choices.push(Choice { request, ..choice });
+        }
+        self.requests.push(Request::new(id, first..self.choices.len()));
         self.counters.num_accepted_requests += 1;
-        index
+        first
     }
 
-    /// Whether a cancel or finish of this request waits for the next step.
+    /// Whether a cancel or finish of this choice waits for the next step.
     pub(crate) fn is_end_asked(&self, index: usize) -> bool {
         self.controls.iter().any(|control| match control {
-            Control::Cancel { request } | Control::Finish { request, .. } => *request == index,
+            Control::Cancel { choice } => self.choices[*choice].request == self.choices[index].request,
+            Control::Finish { choice, .. } => *choice == index,
         })
     }
 
@@ -196,13 +206,14 @@ impl Model {
     pub(crate) fn apply_controls(&mut self) {
         for control in std::mem::take(&mut self.controls) {
             match control {
-                Control::Cancel { request } => self.end_with_event(request, FinishReason::Cancelled, Detail::Absent),
-                Control::Finish { request, num_tokens, reason } => {
-                    let tracked = &self.requests[request];
-                    if tracked.end.is_none() {
-                        self.counters.num_output_tokens -= tracked.num_output().saturating_sub(num_tokens) as u64;
+                Control::Cancel { choice } => self.end_request(choice, FinishReason::Cancelled, &Detail::Absent),
+                Control::Finish { choice: index, num_tokens, reason } => {
+                    let choice = &self.choices[index];
+                    // One that has not started has no text that could stop it.
+                    if choice.end.is_none() && choice.is_started {
+                        self.counters.num_output_tokens -= choice.num_output().saturating_sub(num_tokens) as u64;
+                        self.end_with_event(index, FinishReason::Stop, reason.map_or(Detail::Absent, Detail::Exactly));
                     }
-                    self.end_with_event(request, FinishReason::Stop, reason.map_or(Detail::Absent, Detail::Exactly));
                 }
             }
         }
@@ -211,46 +222,46 @@ impl Model {
     /// The step completed: computed tokens count, filled blocks are published, samples are delivered.
     pub(crate) fn commit(&mut self, tokens: &[i32], errors: &[u8]) {
         for flying in std::mem::take(&mut self.flight) {
-            if self.requests[flying.request].end.is_some() {
+            if self.choices[flying.choice].end.is_some() {
                 continue;
             }
-            self.requests[flying.request].computed = flying.end;
+            self.choices[flying.choice].computed = flying.end;
             if flying.sample.is_some_and(|sample| errors[sample] != 0) {
-                let table = self.tables.row(flying.row);
-                self.memory.poison(table, flying.start, flying.end);
-                self.end_with_event(flying.request, FinishReason::Error, Detail::Message);
+                self.fail_choice(flying, &Detail::Message);
                 continue;
             }
             self.publish(flying);
             if let Some(sample) = flying.sample {
-                self.deliver(flying.request, tokens[sample]);
+                self.fork(flying.choice, flying.row);
+                self.deliver(flying.choice, tokens[sample]);
             }
         }
     }
 
     fn publish(&mut self, flying: Flying) {
-        let request = &mut self.requests[flying.request];
-        if !self.config.enable_prefix_caching || request.epoch != self.epoch {
+        let choice = &mut self.choices[flying.choice];
+        if !self.config.enable_prefix_caching || choice.epoch != self.epoch {
             return;
         }
         let block_size = self.config.block_size;
         let num_full = flying.end / block_size;
-        for column in request.published..num_full {
-            let prefix = request.block_prefix(column, block_size);
+        for column in choice.published..num_full {
+            let prefix = choice.block_prefix(column, block_size);
             let block = self.tables.row(flying.row)[column];
             if let Some(other) = self.cache.publish(prefix, block) {
                 self.tables.set(flying.row, column, other);
                 self.exchanges.push((flying.row, column, other));
             }
         }
-        request.published = request.published.max(num_full);
+        choice.published = choice.published.max(num_full);
     }
 
     fn deliver(&mut self, index: usize, token: i32) {
-        let request = &mut self.requests[index];
-        request.push(token);
-        let (finish, stop_id) = request.finish_with(token, &self.config.eos_token_ids);
-        self.events.push(Event { id: request.id, token, finish, stop_id, detail: Detail::Absent });
+        let choice = &mut self.choices[index];
+        choice.push(token);
+        let (finish, stop_id) = choice.finish_with(token, &self.config.eos_token_ids);
+        let (id, number) = (choice.id, choice.number);
+        self.events.push(Event { id, number, token, finish, stop_id, detail: Detail::Absent });
         self.counters.num_output_tokens += 1;
         if let Some(reason) = finish {
             self.end(index, reason);
@@ -260,31 +271,47 @@ impl Model {
     /// The step failed: whatever it touched ends, and what it wrote is garbage.
     pub(crate) fn fail(&mut self, message: &str) {
         for flying in std::mem::take(&mut self.flight) {
-            if self.requests[flying.request].end.is_none() {
-                let table = self.tables.row(flying.row);
-                self.memory.poison(table, flying.start, flying.end);
-                let detail = Detail::Exactly(Arc::from(message));
-                self.end_with_event(flying.request, FinishReason::Error, detail);
+            if self.choices[flying.choice].end.is_none() {
+                self.fail_choice(flying, &Detail::Exactly(Arc::from(message)));
             }
         }
     }
 
-    /// Ends a request, unless it has ended: each gets one end.
+    /// A choice ends with an error, and those with it that wait for its prompt.
+    fn fail_choice(&mut self, flying: Flying, detail: &Detail) {
+        let table = self.tables.row(flying.row);
+        self.memory.poison(table, flying.start, flying.end);
+        if self.request_of(flying.choice).leader == Some(flying.choice) {
+            self.end_request(flying.choice, FinishReason::Error, detail);
+        } else {
+            self.end_with_event(flying.choice, FinishReason::Error, detail.clone());
+        }
+    }
+
+    /// Ends every choice of the request of this one.
+    pub(crate) fn end_request(&mut self, index: usize, reason: FinishReason, detail: &Detail) {
+        for choice in self.request_of(index).choices.clone() {
+            self.end_with_event(choice, reason, detail.clone());
+        }
+    }
+
+    /// Ends a choice, unless it has ended: each gets one end.
     pub(crate) fn end_with_event(&mut self, index: usize, reason: FinishReason, detail: Detail) {
-        if self.requests[index].end.is_none() {
-            self.events.push(Event::end(self.requests[index].id, reason, detail));
+        if self.choices[index].end.is_none() {
+            self.events.push(Event::end(&self.choices[index], reason, detail));
             self.end(index, reason);
         }
     }
 
     fn end(&mut self, index: usize, reason: FinishReason) {
-        let request = &mut self.requests[index];
-        assert!(request.end.replace(reason).is_none(), "{:?} ends twice", request.id);
-        if let Some(row) = request.row.take() {
+        let choice = &mut self.choices[index];
+        assert!(choice.end.replace(reason).is_none(), "choice {index} ends twice");
+        if let Some(row) = choice.row.take() {
             self.vacate(row);
             self.freed.push(row as i32);
         }
         self.live.retain(|&other| other != index);
+        self.leave_request(index);
         *match reason {
             FinishReason::Stop => &mut self.counters.num_stop_requests,
             FinishReason::Length => &mut self.counters.num_length_requests,
@@ -303,11 +330,16 @@ impl Model {
         self.epoch += 1;
     }
 
-    /// Holders of each block, counted from the tables.
+    /// Holders of each block, counted from tables and pins.
     pub(crate) fn holders(&self) -> Vec<u32> {
         let mut holders = vec![0; self.config.num_blocks];
         for row in 0..self.rows.len() {
             for &block in self.tables.row(row) {
+                holders[block as usize] += 1;
+            }
+        }
+        for request in self.live_requests() {
+            for &block in &self.requests[request].pins {
                 holders[block as usize] += 1;
             }
         }

@@ -3,8 +3,8 @@
 //! - Decodes first: if the budget reaches all of them, each advances; else the budget goes to decodes alone and they take turns, each
 //!   within ceil(decodes / budget) steps.
 //! - Then prompts under way, oldest first, then newcomers, each as much as budget and chunk limit allow: nothing that could run is left out.
-//! - Preempted requests resume in order before anything starts; others start in order, but one whose next block is being computed by
-//!   another may be passed, in at most 2 steps and by at most 16.
+//! - Preempted choices resume in order before anything starts, then choices of started requests start, then other requests; but one of
+//!   these whose next block is being computed by another may be passed, in at most 2 steps and by at most 16.
 //! - Nothing is preempted unless memory is short, never the oldest, never someone older than a survivor whose blocks would have helped.
 
 use cbrs_core::Scheduler;
@@ -62,14 +62,14 @@ impl Model {
         decodes.retain(|index| !plan.victims.contains(index));
         if self.is_static() {
             // A group's one-token prompts are decodes of the same plan.
-            decodes.extend(plan.started.iter().filter(|&&index| self.requests[index].remaining() == 1));
+            decodes.extend(plan.started.iter().filter(|&&index| self.choices[index].remaining() == 1));
         }
         starved.retain(|index| !plan.victims.contains(index));
         let takes_turns = self.takes_turns(plan) || decodes.len() > budget;
         let turns = decodes.len().div_ceil(budget);
         let mut num_scheduled = 0;
         for &index in &decodes {
-            let request = &mut self.requests[index];
+            let request = &mut self.choices[index];
             if plan.scheduled[request.row.expect("it runs")] == 1 {
                 num_scheduled += 1;
                 request.turns_waited = 0;
@@ -85,7 +85,7 @@ impl Model {
             assert!(request.turns_waited < limit, "request {index} waits {} steps for its turn", request.turns_waited);
         }
         if num_scheduled < decodes.len().min(budget) {
-            let can_wait = |index: &usize| plan.scheduled[self.requests[*index].row.expect("it runs")] == 1;
+            let can_wait = |index: &usize| plan.scheduled[self.choices[*index].row.expect("it runs")] == 1;
             let waiting = decodes.iter().filter(|index| !can_wait(index));
             assert!(
                 waiting.clone().all(|index| starved.contains(index)),
@@ -103,13 +103,13 @@ impl Model {
         chunks.extend(&plan.started);
         let is_group = self.is_static();
         let is_chunk =
-            |index: &usize| self.requests[*index].remaining() > 1 || plan.started.contains(index) && !is_group;
+            |index: &usize| self.choices[*index].remaining() > 1 || plan.started.contains(index) && !is_group;
         chunks.retain(is_chunk);
         if is_group {
             chunks.sort_unstable();
         }
         for index in chunks {
-            let request = &self.requests[index];
+            let request = &self.choices[index];
             let due = request.remaining().min(limit).min(left);
             let given = plan.scheduled[request.row.expect("it runs")];
             assert_eq!(given, due, "request {index} got {given} tokens of its prompt instead of {due}");
@@ -133,13 +133,13 @@ impl Model {
         }
         for &other in &passed {
             assert!(!plan.started.contains(&other), "request {other} starts after a later arrival in one plan");
-            self.requests[other].overtaken += 1;
+            self.choices[other].overtaken += 1;
         }
         passed.sort_unstable();
         passed.dedup();
         for other in passed {
             assert!(self.may_be_passed(other, plan), "request {other} was passed without a reason");
-            let request = &mut self.requests[other];
+            let request = &mut self.choices[other];
             request.steps_passed += 1;
             assert!(request.steps_passed <= MAX_STEPS_PASSED, "request {other} was passed in too many steps");
             assert!(request.overtaken <= MAX_OVERTAKEN, "request {other} was overtaken too often");
@@ -156,21 +156,22 @@ impl Model {
 
     fn num_growing(&self) -> usize {
         let block_size = self.config.block_size;
-        let running = self.live.iter().filter(|&&index| self.requests[index].row.is_some());
-        running.filter(|&&index| self.requests[index].may_grow(self.table(index).len(), block_size)).count()
+        let running = self.live.iter().filter(|&&index| self.choices[index].row.is_some());
+        running.filter(|&&index| self.choices[index].may_grow(self.table(index).len(), block_size)).count()
     }
 
     /// Whether the next block that a waiting request would compute is being computed in this plan by another with the same prefix.
     fn may_be_passed(&self, index: usize, plan: &Plan) -> bool {
-        let (block_size, request) = (self.config.block_size, &self.requests[index]);
+        let (block_size, request) = (self.config.block_size, &self.choices[index]);
         let column = self.cache.hits(request, block_size);
-        if !self.caches() || self.is_static() || request.is_started || column >= request.max_hits(block_size) {
+        let is_under_way = self.request_of(index).is_started;
+        if !self.caches() || self.is_static() || is_under_way || column >= request.max_hits(block_size) {
             return false;
         }
         let (start, end) = (column * block_size, (column + 1) * block_size);
         plan.scheduled.iter().enumerate().any(|(row, &num_tokens)| {
             let other = match self.rows[row] {
-                Some(other) if num_tokens > 0 => &self.requests[other],
+                Some(other) if num_tokens > 0 => &self.choices[other],
                 _ => return false,
             };
             let is_filling = other.computed < end && other.computed + num_tokens > start;
@@ -186,7 +187,7 @@ impl Model {
             return;
         }
         let waiting = self.waiting();
-        if waiting.iter().any(|&index| self.requests[index].overtaken >= MAX_OVERTAKEN) {
+        if waiting.iter().any(|&index| self.choices[index].overtaken >= MAX_OVERTAKEN) {
             return;
         }
         for &index in waiting.iter().take(MAX_OVERTAKEN) {
@@ -194,25 +195,28 @@ impl Model {
                 return;
             }
             assert!(self.may_be_passed(index, plan), "request {index} fits and has no reason to wait");
-            self.requests[index].deferrals += 1;
+            self.choices[index].deferrals += 1;
             assert!(
-                self.requests[index].deferrals <= MAX_STEPS_PASSED,
+                self.choices[index].deferrals <= MAX_STEPS_PASSED,
                 "request {index} waits too long for a block in flight"
             );
         }
     }
 
-    /// Whether a waiting request's blocks, and one for each sequence that may grow, are more than there are.
+    /// Whether a waiting choice's blocks, and one for each sequence that may grow, are more than there are.
     fn lacks_memory(&self, scheduler: &Scheduler, index: usize) -> bool {
-        let (block_size, request) = (self.config.block_size, &self.requests[index]);
-        let num_hits = if self.caches() { self.cache.hits(request, block_size) } else { 0 };
-        let num_blocks = request.tokens.len().div_ceil(block_size);
+        scheduler.pool().num_available() < self.num_blocks_needed(index)
+    }
+
+    /// Available blocks without which a waiting choice is not admitted.
+    pub(crate) fn num_blocks_needed(&self, index: usize) -> usize {
+        let (block_size, choice) = (self.config.block_size, &self.choices[index]);
+        let num_blocks = choice.tokens.len().div_ceil(block_size);
         let holders = self.holders();
-        let hits = (0..num_hits).filter_map(|column| self.cache.block(request.block_prefix(column, block_size)));
-        let num_unheld_hits = hits.filter(|&block| holders[block as usize] == 0).count();
+        let (found, _) = self.found_blocks(index);
+        let num_unheld = found.iter().filter(|&&block| holders[block as usize] == 0).count();
         let is_first = self.rows.iter().all(Option::is_none);
-        let reserve = self.num_growing() + usize::from(request.may_grow(num_blocks, block_size));
-        let num_needed = num_blocks - num_hits + num_unheld_hits + if is_first { 0 } else { reserve };
-        scheduler.pool().num_available() < num_needed
+        let reserve = self.num_growing() + usize::from(choice.may_grow(num_blocks, block_size));
+        num_blocks - found.len() + num_unheld + if is_first { 0 } else { reserve }
     }
 }

@@ -15,9 +15,11 @@ use super::model::{Flying, Model};
 /// What a plan did, as far as it can be read from its arrays, and what it started from.
 #[derive(Debug)]
 pub(crate) struct Plan {
-    /// Running and waiting requests before it, in order.
+    /// Running and waiting choices before it, in order.
     pub(crate) running: Vec<usize>,
     pub(crate) waiting: Vec<usize>,
+    /// Nothing runs, and the first that waits has no room.
+    pub(crate) is_first_stuck: bool,
     /// Of `running`: those that lacked one token, and of these, those that needed a block for it.
     pub(crate) decodes: Vec<usize>,
     pub(crate) starved: Vec<usize>,
@@ -26,7 +28,7 @@ pub(crate) struct Plan {
     /// Deepest block of each of `running`.
     pub(crate) deepest: Vec<i32>,
     pub(crate) victims: Vec<usize>,
-    /// Admitted requests in order.
+    /// Admitted choices in order.
     pub(crate) started: Vec<usize>,
     /// Query tokens by row.
     pub(crate) scheduled: Vec<usize>,
@@ -39,6 +41,7 @@ impl Model {
         self.step_id += 1;
         assert_eq!(scheduler.batch().step_id, self.step_id);
         self.take_victims(scheduler, &mut plan);
+        self.take_dropped_pins(scheduler, &mut plan);
         self.take_new_rows(scheduler, &mut plan);
         self.replay_tables(scheduler, &plan);
         self.check_started(scheduler, &plan);
@@ -52,13 +55,17 @@ impl Model {
     fn before_plan(&self) -> Plan {
         let running = self.running();
         let decodes: Vec<usize> =
-            running.iter().copied().filter(|&index| self.requests[index].remaining() == 1).collect();
-        let is_full =
-            |&index: &usize| self.requests[index].computed == self.table(index).len() * self.config.block_size;
+            running.iter().copied().filter(|&index| self.choices[index].remaining() == 1).collect();
+        let is_full = |&index: &usize| self.choices[index].computed == self.table(index).len() * self.config.block_size;
+        let (waiting, holders) = (self.waiting(), self.holders());
+        let num_available = holders.iter().filter(|&&holders| holders == 0).count();
+        let is_first_stuck =
+            running.is_empty() && waiting.first().is_some_and(|&first| self.num_blocks_needed(first) > num_available);
         Plan {
-            waiting: self.waiting(),
+            waiting,
+            is_first_stuck,
             starved: decodes.iter().copied().filter(is_full).collect(),
-            holders: self.holders(),
+            holders,
             deepest: running
                 .iter()
                 .map(|&index| *self.table(index).last().expect("a running request has blocks"))
@@ -73,7 +80,7 @@ impl Model {
 
     /// Block table of a running request.
     pub(crate) fn table(&self, index: usize) -> &[i32] {
-        self.tables.row(self.requests[index].row.expect("the request runs"))
+        self.tables.row(self.choices[index].row.expect("the request runs"))
     }
 
     /// Whose row was freed although they have not ended: they were preempted.
@@ -84,7 +91,7 @@ impl Model {
         for &row in &freed_rows[ended.len()..] {
             let victim = self.rows[row as usize].expect("a freed row had a sequence");
             self.vacate(row as usize);
-            let request = &mut self.requests[victim];
+            let request = &mut self.choices[victim];
             request.row = None;
             request.lost = std::mem::take(&mut request.computed);
             request.turns_waited = 0;
@@ -105,15 +112,14 @@ impl Model {
             let lowest = self.rows.iter().position(Option::is_none);
             assert_eq!(lowest, Some(row as usize), "a new row is not the lowest free one");
             let request = match batch.row_ids.iter().position(|&other| other == row) {
-                Some(index) => self.find(RequestId::from_u64(batch.request_ids[index])),
+                Some(index) => self.find(RequestId::from_u64(batch.request_ids[index]), batch.choice_ids[index]),
                 // Only a static group can be larger than the budget; it is admitted strictly in order.
                 None => plan.waiting[order],
             };
             assert!(plan.waiting.contains(&request), "request {request} was admitted, but did not wait");
             assert!(!plan.started.contains(&request), "request {request} was admitted twice");
             self.rows[row as usize] = Some(request);
-            self.requests[request].row = Some(row as usize);
-            self.requests[request].epoch = self.epoch;
+            self.choices[request].row = Some(row as usize);
             plan.started.push(request);
         }
     }
@@ -156,29 +162,27 @@ impl Model {
         }
     }
 
-    /// A newcomer's table: hits on its own prefix, as many as there are, then fresh blocks up to its known tokens.
-    fn enter_table(&mut self, scheduler: &Scheduler, request: usize, row: usize, ids: &[i32]) {
+    /// A newcomer's table: what is cached or pinned of its own prefix, as much as there is, then fresh blocks up to its known tokens.
+    fn enter_table(&mut self, scheduler: &Scheduler, index: usize, row: usize, ids: &[i32]) {
         let block_size = self.config.block_size;
-        let tracked = &self.requests[request];
-        assert_eq!(
-            ids.len(),
-            tracked.tokens.len().div_ceil(block_size),
-            "request {request} holds too much or too little"
-        );
-        let num_hits = if self.caches() { self.cache.hits(tracked, block_size) } else { 0 };
-        for (column, &block) in ids.iter().enumerate() {
-            if column < num_hits {
-                let wanted = self.cache.block(self.requests[request].block_prefix(column, block_size));
-                assert_eq!(Some(block), wanted, "request {request}, column {column}: a cached block was not used");
-                self.tables.set(row, column, block);
-                self.tables.len[row] += 1;
-            } else {
-                self.take_fresh(scheduler, row, block);
-            }
+        let num_blocks = self.choices[index].tokens.len().div_ceil(block_size);
+        assert_eq!(ids.len(), num_blocks, "choice {index} holds too much or too little");
+        let (found, may_publish) = self.found_blocks(index);
+        assert_eq!(ids[..found.len()], found, "choice {index}: a computed block was not used");
+        for &block in &found {
+            self.tables.set(row, self.tables.len[row], block);
+            self.tables.len[row] += 1;
         }
-        let tracked = &mut self.requests[request];
-        tracked.computed = num_hits * block_size;
-        tracked.published = num_hits;
+        for &block in &ids[found.len()..] {
+            self.take_fresh(scheduler, row, block);
+        }
+        let is_fork = self.request_of(index).is_forked && !found.is_empty();
+        self.seen.forks += u64::from(is_fork);
+        self.seen.unpublished_forks += u64::from(is_fork && !may_publish);
+        let choice = &mut self.choices[index];
+        choice.computed = found.len() * block_size;
+        choice.published = found.len();
+        choice.epoch = if may_publish { self.epoch } else { u64::MAX };
     }
 
     fn take_fresh(&mut self, scheduler: &Scheduler, row: usize, block: i32) {
@@ -196,39 +200,44 @@ impl Model {
         let (output, sampling) = (scheduler.output(), scheduler.sampling());
         let mut told = output.started_request_ids.iter().zip(&output.started_num_cached_tokens);
         for &index in &plan.started {
-            let request = &mut self.requests[index];
-            let row = request.row.expect("a started request has a row");
-            if request.is_started {
-                let recomputed = request.lost.saturating_sub(request.computed);
+            let choice = &self.choices[index];
+            let row = choice.row.expect("a started choice has a row");
+            if choice.is_started {
+                let recomputed = choice.lost.saturating_sub(choice.computed);
                 self.counters.num_recomputed_tokens += recomputed as u64;
-            } else {
-                request.is_started = true;
-                let wanted = (request.id.as_u64(), request.computed as i32);
+            } else if !self.request_of(index).is_started {
+                let wanted = (choice.id.as_u64(), choice.computed as i32);
                 assert_eq!(
                     told.next().map(|(&id, &cached)| (id, cached)),
                     Some(wanted),
                     "(id, cached) of a first admission"
                 );
-                self.counters.num_prompt_tokens += request.num_prompt() as u64;
-                self.counters.num_cached_prompt_tokens += request.computed as u64;
+                self.counters.num_prompt_tokens += choice.num_prompt() as u64;
+                self.counters.num_cached_prompt_tokens += choice.computed as u64;
             }
-            let asked = &request.spec.sampling;
+            if !choice.is_started {
+                self.start_choice(index);
+            }
+            let first = self.request_of(index).choices.start;
+            let seed = *self.choices[first].seed.get_or_insert(sampling.seeds[row]);
+            let asked = &self.choices[index].spec.sampling;
             let given = (sampling.temperature[row], sampling.top_k[row], sampling.top_p[row], sampling.min_p[row]);
             assert_eq!(
                 given,
                 (asked.temperature, asked.top_k, asked.top_p, asked.min_p),
                 "row {row} samples otherwise"
             );
-            let seed = *request.seed.get_or_insert(sampling.seeds[row]);
             assert_eq!(
                 sampling.seeds[row],
                 asked.seed.unwrap_or(seed),
-                "request {index}: another seed after preemption"
+                "choice {index}: another seed than the first choice or before a preemption"
             );
         }
         assert_eq!(told.next(), None, "an admission is told that was not the first, or none");
-        let num_started = self.live.iter().filter(|&&index| self.requests[index].is_started).count();
-        assert!(num_started <= self.config.max_num_seqs, "more requests are under way than rows");
+        let num_sequences = self.live.iter().filter(|&&index| self.choices[index].is_started).count();
+        let started = self.live_requests().into_iter().filter(|&request| self.requests[request].is_started);
+        let num_most = num_sequences.max(started.count());
+        assert!(num_most <= self.config.max_num_seqs, "more sequences or requests are under way than rows");
     }
 
     /// Checks what the batch reads and lets it write.
@@ -238,20 +247,20 @@ impl Model {
         let batch = scheduler.batch();
         for (index, &row) in batch.row_ids.iter().enumerate() {
             let flying = self.flight[index];
-            let request = &self.requests[flying.request];
+            let choice = &self.choices[flying.choice];
             let table = self.tables.row(row as usize);
-            self.memory.check(table, &request.prefix, flying.start);
+            self.memory.check(table, &choice.prefix, flying.start);
             for position in flying.start..flying.end {
                 let block = table[position / block_size];
                 let is_published = scheduler.pool().is_published(BlockId::new(block as u32));
                 assert!(holders[block as usize] == 1 && !is_published, "block {block} is written, but is not private");
             }
         }
-        for &Flying { request, row, start, end, .. } in &self.flight {
-            self.memory.write(self.tables.row(row), &self.requests[request].prefix, start, end);
+        for &Flying { choice, row, start, end, .. } in &self.flight {
+            self.memory.write(self.tables.row(row), &self.choices[choice].prefix, start, end);
         }
-        for &Flying { request, row, end, .. } in &self.flight {
-            self.memory.check(self.tables.row(row), &self.requests[request].prefix, end);
+        for &Flying { choice, row, end, .. } in &self.flight {
+            self.memory.check(self.tables.row(row), &self.choices[choice].prefix, end);
         }
     }
 

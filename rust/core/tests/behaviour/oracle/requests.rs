@@ -1,4 +1,4 @@
-//! What each request asked for, what it knows so far, and what it must be told.
+//! What each choice was asked for, what it knows so far, and what it must be told.
 
 use std::sync::Arc;
 
@@ -7,11 +7,14 @@ use cbrs_core::{FinishReason, RequestId, RequestSpec, StepOutput};
 use crate::rng::mix;
 use crate::script::Script;
 
-/// A request that `submit` accepted. Its index in the list of all requests is its place in the order of arrival.
+/// A choice of a request that `submit` accepted. Its index in the list of all choices is its place in the order of arrival.
 #[derive(Debug)]
-pub(crate) struct Tracked {
+pub(crate) struct Choice {
     pub(crate) id: RequestId,
-    pub(crate) spec: RequestSpec,
+    /// Its request among all, and its number there.
+    pub(crate) request: usize,
+    pub(crate) number: usize,
+    pub(crate) spec: Arc<RequestSpec>,
     pub(crate) script: Script,
     pub(crate) root: u64,
     /// Prompt, then generated tokens.
@@ -42,13 +45,22 @@ pub(crate) struct Tracked {
     pub(crate) end: Option<FinishReason>,
 }
 
-impl Tracked {
-    pub(crate) fn new(id: RequestId, spec: RequestSpec, script: Script, max_model_len: usize) -> Self {
+impl Choice {
+    /// Choice `number` of a request; the place of the request is not known yet.
+    pub(crate) fn new(
+        id: RequestId,
+        number: usize,
+        spec: Arc<RequestSpec>,
+        script: Script,
+        max_model_len: usize,
+    ) -> Self {
         let root = root_of(&spec);
         let room = max_model_len - spec.prompt_token_ids.len();
         let max_total = spec.prompt_token_ids.len() + spec.max_tokens.map_or(room, |max_tokens| max_tokens as usize);
-        let mut request = Self {
+        let mut choice = Self {
             id,
+            request: usize::MAX,
+            number,
             script,
             root,
             tokens: Vec::new(),
@@ -70,10 +82,10 @@ impl Tracked {
             end: None,
             spec,
         };
-        for index in 0..request.num_prompt() {
-            request.push(request.spec.prompt_token_ids[index]);
+        for index in 0..choice.num_prompt() {
+            choice.push(choice.spec.prompt_token_ids[index]);
         }
-        request
+        choice
     }
 
     pub(crate) fn num_prompt(&self) -> usize {
@@ -94,7 +106,7 @@ impl Tracked {
         self.tokens.push(token);
     }
 
-    /// What a full block of this request stands for.
+    /// What a full block of this choice stands for.
     pub(crate) fn block_prefix(&self, column: usize, block_size: usize) -> u64 {
         self.prefix[(column + 1) * block_size - 1]
     }
@@ -135,8 +147,15 @@ fn root_of(spec: &RequestSpec) -> u64 {
 /// A cancel or finish that the next step has to apply.
 #[derive(Debug, Clone)]
 pub(crate) enum Control {
-    Cancel { request: usize },
-    Finish { request: usize, num_tokens: usize, reason: Option<Arc<str>> },
+    /// All choices of the request of this one.
+    Cancel {
+        choice: usize,
+    },
+    Finish {
+        choice: usize,
+        num_tokens: usize,
+        reason: Option<Arc<str>>,
+    },
 }
 
 /// The text of an event.
@@ -148,10 +167,11 @@ pub(crate) enum Detail {
     Message,
 }
 
-/// What a request must be told, in order.
+/// What a choice must be told, in order.
 #[derive(Debug, Clone)]
 pub(crate) struct Event {
     pub(crate) id: RequestId,
+    pub(crate) number: usize,
     /// -1 = none.
     pub(crate) token: i32,
     pub(crate) finish: Option<FinishReason>,
@@ -160,16 +180,17 @@ pub(crate) struct Event {
 }
 
 impl Event {
-    pub(crate) fn end(id: RequestId, finish: FinishReason, detail: Detail) -> Self {
-        Self { id, token: -1, finish: Some(finish), stop_id: -1, detail }
+    pub(crate) fn end(choice: &Choice, finish: FinishReason, detail: Detail) -> Self {
+        Self { id: choice.id, number: choice.number, token: -1, finish: Some(finish), stop_id: -1, detail }
     }
 }
 
-/// Compares what a step told with what it had to tell: each token once, in order, and one end for each request.
+/// Compares what a step told with what it had to tell: each token once, in order, and one end for each choice.
 pub(crate) fn check_events(output: &StepOutput, expected: &[Event]) {
-    let told: Vec<_> = (0..output.len()).map(|index| (output.request_ids[index], output.token_ids[index])).collect();
-    let wanted: Vec<_> = expected.iter().map(|event| (event.id.as_u64(), event.token)).collect();
-    assert_eq!(told, wanted, "the events (request, token) are wrong");
+    let told = |index| (output.request_ids[index], output.choice_ids[index], output.token_ids[index]);
+    let told: Vec<_> = (0..output.len()).map(told).collect();
+    let wanted: Vec<_> = expected.iter().map(|event| (event.id.as_u64(), event.number as i32, event.token)).collect();
+    assert_eq!(told, wanted, "the events (request, choice, token) are wrong");
     for (index, event) in expected.iter().enumerate() {
         let finish = FinishReason::from_code(output.finish_reasons[index]);
         assert_eq!(
@@ -178,7 +199,6 @@ pub(crate) fn check_events(output: &StepOutput, expected: &[Event]) {
             "the end of {:?} is wrong",
             event.id
         );
-        assert_eq!(output.choice_ids[index], 0);
         match (&event.detail, output.detail(index)) {
             (Detail::Absent, None) => {}
             (Detail::Exactly(wanted), Some(told)) if wanted == told => {}

@@ -15,7 +15,7 @@ pub(crate) fn digest(scheduler: &Scheduler) -> u64 {
         }
         hash = mix(hash ^ 0xA11A_7E57);
     };
-    let narrow: [&[i32]; 17] = [
+    let narrow: [&[i32]; 19] = [
         &batch.token_ids,
         &batch.positions,
         &batch.query_start,
@@ -26,11 +26,13 @@ pub(crate) fn digest(scheduler: &Scheduler) -> u64 {
         &batch.sample_index,
         &batch.sample_rows,
         &batch.sample_positions,
+        &batch.sample_choices,
         &batch.new_rows,
         &batch.freed_rows,
         &updates.rows,
         &updates.first_columns,
         &updates.ids,
+        &output.choice_ids,
         &output.token_ids,
         &output.started_num_cached_tokens,
     ];

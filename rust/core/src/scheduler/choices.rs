@@ -1,0 +1,241 @@
+//! The choices of a request: who computes the prompt, how the others follow, and how each ends.
+//!
+//! 1. Choices start in order. The first one computes the prompt; the others wait for it (in no list), then start as rows and blocks allow.
+//! 2. From then until the last has started the request itself holds the prompt's full blocks (`pins`), all but the one in which the
+//!    last prompt token lies, whatever happens to the choice that computed them. Who starts holds these too and computes the rest.
+//! 3. Pinned blocks count as used. They are given up, those of the newest request first, when a running sequence finds no block, before
+//!    anything is preempted, and when nothing runs and the first in line does not fit. Then the next choice computes the prompt again.
+//! 4. If the choice that computes the prompt ends by `finish`, the next one takes its place; if it ends with an error, all choices do.
+//! 5. A request is in the list of waiting ones exactly while a choice of it could start; it is gone when its last choice has ended.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::sequence::{Order, Sequence};
+use super::{Request, Scheduler};
+use crate::block::{BlockId, NONE};
+use crate::request::{FinishReason, RequestId};
+
+/// Who computes the prompt for the choices that have not started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fork {
+    /// Nobody: the next choice will.
+    Absent,
+    /// This sequence, for which they wait.
+    UnderWay { sequence: u32 },
+    /// It is computed: they can start.
+    Ready,
+}
+
+impl Request {
+    /// Whether a choice was ever admitted: the queue reservation is given back then.
+    pub(super) fn is_started(&self) -> bool {
+        self.num_started_choices > 0
+    }
+
+    pub(super) fn num_unstarted_choices(&self) -> u32 {
+        self.num_choices - self.num_started_choices
+    }
+
+    /// Whether a choice of it could start, if there is room.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.num_unstarted_choices() > 0 && !matches!(self.fork, Fork::UnderWay { .. })
+    }
+}
+
+impl Scheduler {
+    /// Makes a sequence of the next choice of a request.
+    pub(super) fn start_choice(&mut self, slot: u32) -> u32 {
+        let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
+        let is_last = request.num_unstarted_choices() == 1;
+        let (tokens, hashes) = if is_last {
+            (std::mem::take(&mut request.prompt), std::mem::take(&mut request.prompt_hashes))
+        } else {
+            (request.prompt.clone(), request.prompt_hashes.clone())
+        };
+        let sequence = self.sequences.insert(Sequence {
+            request: request.id,
+            order: Order::new(request.arrival, request.num_started_choices),
+            tokens,
+            hashes,
+            root: request.root,
+            root_hash: request.root_hash,
+            row: None,
+            num_lost_tokens: 0,
+            next_sibling: NONE,
+        });
+        if request.is_started() {
+            self.num_unstarted_choices -= 1;
+        } else {
+            self.num_unstarted_choices += u64::from(request.num_choices - 1);
+        }
+        request.num_started_choices += 1;
+        if !is_last && request.fork == Fork::Absent {
+            request.fork = Fork::UnderWay { sequence };
+        }
+        match self.sequences.siblings(request.first_sequence).last() {
+            None => request.first_sequence = sequence,
+            Some(last) => self.sequences[last].next_sibling = sequence,
+        }
+        if !request.is_waiting() {
+            self.waiting.remove(slot);
+        }
+        sequence
+    }
+
+    /// The prompt is computed: pins its full blocks and lets the other choices start.
+    pub(super) fn fork(&mut self, row: u32) {
+        let state = self.rows.get(row);
+        let slot = self.sequences[state.sequence].request.slot();
+        let num_pins = (state.num_prompt_tokens as usize - 1) / self.config.block_size;
+        self.rows.get_mut(row).is_forked_from = false;
+        let request = self.requests[slot as usize].as_mut().expect("a running row has a request");
+        request.fork = Fork::Ready;
+        for &block in &self.rows.blocks(row)[..num_pins] {
+            let block = BlockId::from_table(block);
+            self.pool.acquire(block);
+            request.pins.push(block);
+        }
+        self.enter_waiting(slot);
+    }
+
+    /// Puts a started request in its place among those that wait: by arrival, before all that have not started.
+    fn enter_waiting(&mut self, slot: u32) {
+        let (requests, arrival) = (&self.requests, self.request(slot).arrival);
+        self.waiting.insert_before_first(slot, |other| {
+            let other = requests[other as usize].as_ref().expect("a listed slot has a request");
+            !other.is_started() || other.arrival > arrival
+        });
+    }
+
+    /// Blocks that a request holds for its choices that have not started, to look at.
+    pub fn pinned_blocks(&self, id: RequestId) -> &[BlockId] {
+        self.live(id).map_or(&[], |request| &request.pins)
+    }
+
+    /// Gives back the pins of a request, deepest first so that eviction reaches children before their parents.
+    pub(super) fn unpin(&mut self, slot: u32) {
+        let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
+        while let Some(block) = request.pins.pop() {
+            self.pool.release(block).expect("a pinned block is held");
+        }
+    }
+
+    /// Takes the pins from the newest request that has some: `only_sole` = whose deepest one nobody else holds.
+    ///
+    /// Returns false if there is none.
+    pub(super) fn drop_newest_pins(&mut self, only_sole: bool) -> bool {
+        let started = self.waiting.iter().take_while(|&slot| self.request(slot).is_started());
+        let found = started.filter(|&slot| match self.request(slot).pins.last() {
+            Some(&deepest) => !only_sole || self.pool.ref_count(deepest) == 1,
+            None => false,
+        });
+        let Some(slot) = found.last() else { return false };
+        self.unpin(slot);
+        self.request_mut(slot).fork = Fork::Absent;
+        true
+    }
+
+    /// The live sequence of a choice that has started.
+    pub(super) fn find_sequence(&self, id: RequestId, choice: u32) -> Option<u32> {
+        let first = self.live(id)?.first_sequence;
+        self.sequences.siblings(first).find(|&sequence| self.sequences[sequence].order.choice() == choice)
+    }
+
+    /// Ends every choice of a request, each with an event that brings no token.
+    pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason, detail: Option<&Arc<str>>) {
+        let unstarted = self.withdraw_unstarted(id.slot());
+        let sequences: Vec<u32> = self.sequences.siblings(self.request(id.slot()).first_sequence).collect();
+        for sequence in sequences {
+            self.end_sequence(sequence, reason, detail);
+        }
+        for choice in unstarted {
+            self.push_end(id, choice, reason, detail);
+            self.forget_choice(id, reason);
+        }
+    }
+
+    /// Ends one choice with an event that brings no token.
+    pub(super) fn end_sequence(&mut self, sequence: u32, reason: FinishReason, detail: Option<&Arc<str>>) {
+        let Sequence { request, order, .. } = self.sequences[sequence];
+        self.push_end(request, order.choice(), reason, detail);
+        self.forget_sequence(sequence, reason);
+    }
+
+    /// Ends the choice with an error, and those with it that wait for its prompt.
+    pub(super) fn fail_sequence(&mut self, sequence: u32, message: &Arc<str>) {
+        let id = self.sequences[sequence].request;
+        if self.request(id.slot()).fork == (Fork::UnderWay { sequence }) {
+            self.end_request(id, FinishReason::Error, Some(message));
+        } else {
+            self.end_sequence(sequence, FinishReason::Error, Some(message));
+        }
+    }
+
+    fn push_end(&mut self, id: RequestId, choice: u32, reason: FinishReason, detail: Option<&Arc<str>>) {
+        self.make_room_for_events(1);
+        self.output.push_end(id, choice as i32, reason, detail.cloned());
+    }
+
+    /// No further choice of the request will start; returns those that have not.
+    fn withdraw_unstarted(&mut self, slot: u32) -> Range<u32> {
+        let request = self.request_mut(slot);
+        let unstarted = request.num_started_choices..request.num_choices;
+        if request.is_waiting() {
+            self.waiting.remove(slot);
+        }
+        self.unpin(slot);
+        let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
+        if request.is_started() {
+            self.num_unstarted_choices -= u64::from(request.num_unstarted_choices());
+        }
+        request.num_choices = request.num_started_choices;
+        unstarted
+    }
+
+    /// Takes a choice, whose terminal event is written, out of every structure.
+    pub(super) fn forget_sequence(&mut self, sequence: u32, reason: FinishReason) {
+        let Sequence { request: id, row, next_sibling, .. } = self.sequences.remove(sequence);
+        match row {
+            Some(row) => self.release_row(row),
+            None => self.preempted.remove(sequence),
+        }
+        let request = self.requests[id.slot() as usize].as_mut().expect("a sequence has a request");
+        if request.first_sequence == sequence {
+            request.first_sequence = next_sibling;
+        } else {
+            let mut siblings = self.sequences.siblings(request.first_sequence);
+            let previous = siblings.find(|&other| self.sequences[other].next_sibling == sequence);
+            drop(siblings);
+            self.sequences[previous.expect("a sequence is among its siblings")].next_sibling = next_sibling;
+        }
+        if request.fork == (Fork::UnderWay { sequence }) {
+            request.fork = Fork::Absent;
+            if request.is_waiting() {
+                self.enter_waiting(id.slot());
+            }
+        }
+        self.forget_choice(id, reason);
+    }
+
+    /// Counts the end of a choice; the last one takes its request with it.
+    fn forget_choice(&mut self, id: RequestId, reason: FinishReason) {
+        *match reason {
+            FinishReason::Stop => &mut self.stats.num_stop_requests,
+            FinishReason::Length => &mut self.stats.num_length_requests,
+            FinishReason::Cancelled => &mut self.stats.num_cancelled_requests,
+            FinishReason::Error => &mut self.stats.num_error_requests,
+        } += 1;
+        let request = self.request_mut(id.slot());
+        request.num_live_choices -= 1;
+        if request.num_live_choices > 0 {
+            return;
+        }
+        let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
+        if !request.is_started() {
+            self.shared.gate.release(u64::from(request.num_prompt_tokens));
+        }
+        self.pool.roots().release(request.root);
+        self.shared.slots.release(id);
+    }
+}

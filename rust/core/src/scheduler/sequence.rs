@@ -1,0 +1,118 @@
+//! Sequences: the choices that have started, running or preempted; and their place in the order of arrival.
+//!
+//! 1. A sequence lives from its first admission to its end; a request without one has not started, or all its started choices have ended.
+//! 2. While it runs, its row owns how much is computed; the sequence owns the tokens.
+//! 3. There are never more sequences than rows: a choice starts only when no preempted one waits.
+
+use std::ops::{Index, IndexMut};
+
+use crate::block::{NONE, RootId};
+use crate::hash::PrefixHasher;
+use crate::request::{MAX_CHOICES, RequestId};
+
+/// Place of a choice in the order of arrival: requests by arrival, and the choices of a request by number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub(super) struct Order(u64);
+
+impl Order {
+    pub(super) fn new(arrival: u64, choice: u32) -> Self {
+        Self(arrival * u64::from(MAX_CHOICES) + u64::from(choice))
+    }
+
+    pub(super) fn choice(self) -> u32 {
+        (self.0 % u64::from(MAX_CHOICES)) as u32
+    }
+}
+
+/// A choice that has started and not ended.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) request: RequestId,
+    pub(super) order: Order,
+    /// Prompt, then generated tokens.
+    pub(super) tokens: Vec<i32>,
+    /// Chained hash of each leading full block, as far as it was needed.
+    pub(super) hashes: Vec<u64>,
+    /// Where its prefix begins; the request holds the reference.
+    pub(super) root: RootId,
+    pub(super) root_hash: u64,
+    /// Absent = it was preempted and waits.
+    pub(super) row: Option<u32>,
+    /// Computed tokens lost to a preemption and not yet computed again.
+    pub(super) num_lost_tokens: u32,
+    /// The next choice of the request that has started and not ended, or `NONE`.
+    pub(super) next_sibling: u32,
+}
+
+impl Sequence {
+    /// Knows the hash of each of its first `num_blocks` blocks, all of them full.
+    pub(super) fn hash_blocks(&mut self, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
+        for index in self.hashes.len()..num_blocks {
+            let parent = self.hashes.last().copied().unwrap_or(self.root_hash);
+            self.hashes.push(hasher.extend(parent, &self.tokens[index * block_size..][..block_size]));
+        }
+    }
+}
+
+/// All sequences, by number.
+#[derive(Debug)]
+pub(super) struct Sequences {
+    entries: Vec<Option<Sequence>>,
+    free: Vec<u32>,
+}
+
+impl Sequences {
+    pub(super) fn new(max_num_seqs: usize) -> Self {
+        let entries = std::iter::repeat_with(|| None).take(max_num_seqs).collect();
+        Self { entries, free: (0..max_num_seqs as u32).rev().collect() }
+    }
+
+    pub(super) fn insert(&mut self, sequence: Sequence) -> u32 {
+        let index = self.free.pop().expect("there are no more sequences than rows");
+        self.entries[index as usize] = Some(sequence);
+        index
+    }
+
+    pub(super) fn remove(&mut self, index: u32) -> Sequence {
+        self.free.push(index);
+        self.entries[index as usize].take().expect("a sequence ends once")
+    }
+
+    /// Sequences of one request in the order of their choices, from its first one on.
+    pub(super) fn siblings(&self, first: u32) -> impl Iterator<Item = u32> + '_ {
+        std::iter::successors((first != NONE).then_some(first), |&at| {
+            let next = self[at].next_sibling;
+            (next != NONE).then_some(next)
+        })
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> {
+        (0..).zip(&self.entries).filter_map(|(index, entry)| entry.as_ref().map(|sequence| (index, sequence)))
+    }
+}
+
+impl Index<u32> for Sequences {
+    type Output = Sequence;
+
+    fn index(&self, index: u32) -> &Sequence {
+        self.entries[index as usize].as_ref().expect("a listed sequence lives")
+    }
+}
+
+impl IndexMut<u32> for Sequences {
+    fn index_mut(&mut self, index: u32) -> &mut Sequence {
+        self.entries[index as usize].as_mut().expect("a listed sequence lives")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_of_a_request_stand_between_it_and_the_next() {
+        let last = MAX_CHOICES - 1;
+        assert!(Order::new(3, 0) < Order::new(3, 1) && Order::new(3, last) < Order::new(4, 0));
+        assert_eq!([Order::new(3, 0).choice(), Order::new(3, last).choice()], [0, last]);
+    }
+}
