@@ -5,6 +5,7 @@ Short forms run with every change, long ones in `make soak`.
 
 import asyncio
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -20,16 +21,6 @@ from cbrs import LLM, AsyncLLM, SamplingParams
 
 OPTIONS = {"dtype": "float32", "num_threads": 2, "max_model_len": 64, "num_blocks": 16}
 ENDLESS = SamplingParams(max_tokens=4000, output_kind="delta")
-
-
-def run_script(code, timeout_s=60):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 def resident_kib():
@@ -138,256 +129,305 @@ def test_an_engine_made_inside_a_running_loop_serves_it(tiny):
     assert asyncio.run(main()) == [use_and_close(tiny)] * 6
 
 
-def test_e14_a_host_keeps_its_signal_handlers_whatever_it_does_with_engines(tiny):
-    code = f"""
-        import asyncio, signal
-        handlers = {{}}
-        for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP}}:
-            if number not in (32, 33):  # those of the C library
-                handlers[number] = lambda *_: None
-                signal.signal(number, handlers[number])
-        wakeup = signal.set_wakeup_fd(-1)
+PRELUDE = """
+    import asyncio, json, os, signal, sys, threading, time, warnings
+    warnings.simplefilter("ignore")
+    import cbrs.async_llm, cbrs.llm
+    from cbrs import LLM, AsyncLLM, SamplingParams
+    from cbrs.errors import EngineClosedError
 
-        def are_untouched():
-            return all(signal.getsignal(number) is handlers[number] for number in handlers)
+    SHORT = SamplingParams(max_tokens=5)
+    LONG = SamplingParams(max_tokens=8000, output_kind="delta")
+    kept = []
 
-        from cbrs import LLM, AsyncLLM, SamplingParams
-        params = SamplingParams(max_tokens=2)
+    def say_now():
+        os.write(to_parent, f"{time.monotonic()} ".encode())
+
+    def interrupt_soon():
+        def interrupt():
+            say_now()
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.3, interrupt).start()
+
+    async def read(llm, params=LONG):
+        return [output async for output in llm.generate([1], params)]
+
+    def start_three(model="null:0.02", is_reading_on=False):
+        llm, streams = AsyncLLM(model, max_model_len=8192), []
 
         async def main():
-            async with AsyncLLM({str(tiny)!r}, max_model_len=64) as llm:
-                async for _ in llm.generate([1], params):
-                    assert are_untouched() or signal.getsignal(signal.SIGINT)
+            for _ in range(3):
+                streams.append(llm.generate([1], LONG))
+                await anext(streams[-1])
+            if is_reading_on:
+                await read(llm)
 
-        assert are_untouched()
         loop = asyncio.new_event_loop()
         loop.run_until_complete(main())
-        loop.close()
-        assert are_untouched()
-        with LLM({str(tiny)!r}, max_model_len=64) as llm:
-            llm.generate([1], params)
-            assert are_untouched()
-        assert are_untouched()
-        assert signal.set_wakeup_fd(-1) == wakeup
-        print("fine")
-    """
-    result = run_script(code)
-    assert result.stdout.strip() == "fine", result.stderr
+        kept.append((llm, streams, loop))
 
+    def start_one(model):
+        llm = AsyncLLM(model)
 
-BLOCKING_CALLS = {
-    "generate": "llm.generate([1], params)",
-    "pause": "llm.pause()",
-    "asyncio": "asyncio.run(stream(async_llm))",
-}
-
-
-@pytest.mark.parametrize("call", BLOCKING_CALLS)
-def test_ctrl_c_ends_a_blocking_call_at_once_and_leaves_the_engine_usable(call):
-    code = f"""
-        import asyncio, os, signal, threading, time
-        from cbrs import LLM, AsyncLLM, SamplingParams
-        params = SamplingParams(max_tokens=8000)
-        short = SamplingParams(max_tokens=5)
-        llm = LLM("null:0.002", max_num_seqs=4)
-        async_llm = AsyncLLM("null:0.002", max_num_seqs=4)
-
-        async def stream(llm):
-            async for output in llm.generate([1], params):
-                pass
-
-        async def again(llm):
-            return [output async for output in llm.generate([1], short)][-1].finished
-
-        if {call!r} == "pause":
-            threading.Thread(target=llm.generate, args=([1], params), daemon=True).start()
-            time.sleep(0.1)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            {BLOCKING_CALLS[call]}
-        except KeyboardInterrupt:
-            print("interrupted")
-        interrupted = time.monotonic()
-        if {call!r} == "pause":
-            llm.resume()
-        assert llm.generate([1], short)[0].finished
-        assert asyncio.run(again(async_llm))
-        print("after" if time.monotonic() - interrupted < 2 else "too late")
-    """
-    result = run_script(code)
-    assert result.stdout.split() == ["interrupted", "after"], result.stderr
-
-
-EXITS = {
-    "the end of the main thread": "",
-    "sys.exit": "sys.exit(0)",
-    "an unclosed engine in a cycle": "cycle = [llm]; cycle.append(cycle); del llm",
-    "a loop in another thread": "threading.Thread(target=loop_forever, daemon=True).start(); "
-    "time.sleep(0.3)",
-    "a forked child before": "os.waitpid(fork_and_exit(), 0)",
-}
-
-
-@pytest.mark.parametrize("ending", EXITS)
-def test_the_interpreter_exits_with_requests_running(ending):
-    code = f"""
-        import asyncio, os, sys, threading, time, warnings
-        warnings.simplefilter("ignore")
-        from cbrs import AsyncLLM, SamplingParams
-        llm = AsyncLLM("null:0.02", max_model_len=8000)
-        params = SamplingParams(output_kind="delta")
-
-        async def start(streams):
-            for _ in range(3):
-                streams.append(llm.generate([1], params))
-                await anext(streams[-1])
-
-        def loop_forever():
-            async def main():
-                streams = []
-                await start(streams)
-                async for _ in streams[0]:
-                    pass
-            asyncio.run(main())
-
-        def fork_and_exit():
-            child = os.fork()
-            if child == 0:
-                sys.exit(0)
-            return child
-
-        streams = []
-        loop = asyncio.new_event_loop()
-        loop.run_until_complete(start(streams))
-        print(time.clock_gettime(time.CLOCK_MONOTONIC), flush=True)
-        {EXITS[ending]}
-    """
-    result = run_script(code, timeout_s=30)
-    ended = time.clock_gettime(time.CLOCK_MONOTONIC)
-    assert result.returncode == 0, result.stderr
-    assert ended - float(result.stdout.split()[0]) < 2 + 0.5
-    assert "Traceback" not in result.stderr
-
-
-def test_a_step_that_takes_long_does_not_keep_the_interpreter_from_exiting():
-    code = """
-        import asyncio, time
-        from cbrs import AsyncLLM, SamplingParams
-        llm = AsyncLLM("null:30")
-        streams = [llm.generate([1])]
-
-        async def start():
-            task = asyncio.create_task(anext(streams[0]))
+        async def main():
+            kept.append(asyncio.create_task(anext(llm.generate([1]))))
             await asyncio.sleep(0.2)
 
         loop = asyncio.new_event_loop()
-        loop.run_until_complete(start())
-        print(time.clock_gettime(time.CLOCK_MONOTONIC), flush=True)
-    """
-    result = run_script(code, timeout_s=25)
-    ended = time.clock_gettime(time.CLOCK_MONOTONIC)
-    assert result.returncode == 0, result.stderr
-    assert ended - float(result.stdout.split()[0]) < 2 + 0.5
+        loop.run_until_complete(main())
+        kept.append((llm, loop))
 
+    def in_thread(function, *arguments):
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+"""
 
-def test_a_forked_child_gets_typed_errors_from_everything_and_ends(tiny):
-    code = f"""
-        import asyncio, os, sys, warnings
-        warnings.simplefilter("ignore")
-        from cbrs import LLM, AsyncLLM, SamplingParams
-        from cbrs.errors import EngineClosedError
-        options = dict(max_model_len=64, num_threads=2)
-        params = SamplingParams(max_tokens=2)
-        llm, async_llm = LLM({str(tiny)!r}, **options), AsyncLLM({str(tiny)!r}, **options)
-
-        def uses(llm):
-            messages = [{{"role": "user", "content": "a"}}]
-            return [
-                llm.config, llm.stats, llm.reset_prefix_cache, llm.resume, llm.pause,
-                lambda: llm.encode("a"), lambda: llm.decode([1]), lambda: llm.score("a", "b"),
-                lambda: llm.generate("a"), lambda: llm.chat(messages),
-                lambda: llm.engine, lambda: llm.tokenizer,
-            ]
-
-        async def result_of(value):
-            if hasattr(value, "__anext__"):
-                value = anext(value)
-            if hasattr(value, "__await__"):
-                await value
-
-        async def in_child():
-            refusals = 0
-            for use in [*uses(llm), *uses(async_llm), lambda: async_llm.cancel("x")]:
-                try:
-                    await result_of(use())
-                except EngineClosedError as error:
-                    assert "belongs to process" in str(error), error
-                    refusals += 1
-            assert refusals == 12 + 12 + 1, refusals
-            await async_llm.aclose()
-            llm.close()
-
-        async def in_parent(stream):
-            return len([output async for output in stream])
-
-        loop = asyncio.new_event_loop()
-        stream = async_llm.generate("a", SamplingParams(max_tokens=40, output_kind="delta"))
-        loop.run_until_complete(anext(stream))
+CHILDREN = """
+    results = {}
+    for name, code in CODES.items():
+        from_child, to_parent = os.pipe()
         child = os.fork()
         if child == 0:
-            asyncio.run(in_child())
-            del stream, llm, async_llm
-            print("child is done", flush=True)
-            sys.exit(7)
-        print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        assert loop.run_until_complete(in_parent(stream)) >= 1
-        assert llm.generate("a", params)
-        loop.run_until_complete(async_llm.aclose())
-        loop.close()
-        print("parent is done")
+            exec(code)
+            say_now()
+            sys.exit(0)  # here at the top, the interpreter ends as it does after any script
+        os.close(to_parent)
+        ended, deadline = 0, time.monotonic() + 30
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        now = time.monotonic()
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            status = os.waitpid(child, 0)[1]
+        said = os.read(from_child, 1000).split()
+        os.close(from_child)
+        results[name] = os.waitstatus_to_exitcode(status), now - float(said[0] if said else 0)
+    print(json.dumps(results))
+"""
+
+INTERRUPTS = {
+    "generate": """
+        llm = LLM("null:0.002")
+        interrupt_soon()
+        try:
+            llm.generate([1], LONG)
+        except KeyboardInterrupt:
+            assert llm.generate([1], SHORT)[0].finished
+            sys.exit(5)
+    """,
+    "pause": """
+        llm = LLM("null:0.002")
+        in_thread(llm.generate, [1], LONG)
+        time.sleep(0.1)
+        interrupt_soon()
+        try:
+            llm.pause()
+        except KeyboardInterrupt:
+            llm.resume()
+            assert llm.generate([1], SHORT)[0].finished
+            sys.exit(5)
+    """,
+    "asyncio": """
+        llm = AsyncLLM("null:0.002")
+        interrupt_soon()
+        try:
+            asyncio.run(read(llm))
+        except KeyboardInterrupt:
+            assert asyncio.run(read(llm, SHORT))[-1].finished
+            sys.exit(5)
+    """,
+}
+
+EXITS = {
+    "the end of the main thread": "start_three()",
+    "sys.exit": "start_three(); say_now(); sys.exit(0)",
+    "an engine in a cycle": "start_three(); kept.append(kept)",
+    "loops in other threads": """
+        for _ in range(3):
+            in_thread(start_three, "null:0.02", True)
+        time.sleep(0.3)
+    """,
+    "a step of 30 s": "start_one('null:30')",
+    "LLM in another thread": """
+        in_thread(LLM("null:0.02").generate, [1])
+        time.sleep(0.3)
+    """,
+    "a forked child of its own": """
+        start_three()
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """,
+}
+
+SIGNALS = """
+    handlers = {}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if number not in (32, 33):  # those of the C library
+            handlers[number] = lambda *_: None
+            signal.signal(number, handlers[number])
+
+    def are_untouched():
+        return all(signal.getsignal(number) is handlers[number] for number in handlers)
+
+    async def use():
+        async with AsyncLLM("null") as llm:
+            assert (await read(llm, SHORT))[-1].finished
+            assert are_untouched()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(use())
+    loop.close()
+    with LLM("null") as llm:
+        llm.generate([1], SHORT)
+        assert are_untouched()
+    assert are_untouched()
+    assert signal.set_wakeup_fd(-1) == -1
+"""
+
+FORK = """
+    llm, async_llm = LLM("null"), AsyncLLM("null:0.002")
+
+    def uses(llm):
+        messages = [{"role": "user", "content": "a"}]
+        return [
+            llm.config, llm.stats, llm.reset_prefix_cache, llm.resume, llm.pause,
+            lambda: llm.encode("a"), lambda: llm.decode([1]), lambda: llm.score("a", "b"),
+            lambda: llm.generate("a"), lambda: llm.chat(messages),
+            lambda: llm.engine, lambda: llm.tokenizer,
+        ]
+
+    async def in_child():
+        num_refusals = 0
+        for use in [*uses(llm), *uses(async_llm), lambda: async_llm.cancel("x")]:
+            try:
+                value = use()
+                await (anext(value) if hasattr(value, "__anext__") else value)
+            except EngineClosedError as error:
+                assert "belongs to process" in str(error), error
+                num_refusals += 1
+        assert num_refusals == 12 + 12 + 1, num_refusals
+        await async_llm.aclose()
+        llm.close()
+
+    llm.generate([1], SHORT)
+    loop = asyncio.new_event_loop()
+    stream = async_llm.generate([1], LONG, "x")
+    loop.run_until_complete(anext(stream))
+    child = os.fork()
+    if child == 0:
+        asyncio.run(in_child())
+        del stream, llm, async_llm
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    loop.run_until_complete(anext(stream))
+    assert llm.generate([1], SHORT)[0].finished
+    assert async_llm.cancel("x")
+    loop.run_until_complete(async_llm.aclose())
+    loop.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def children():
+    """Exit code of each child, and the seconds from its first `say_now()` to its end.
+
+    They are forks of one program: what takes long is loading torch.
     """
-    result = run_script(code)
-    assert "child is done\nexit code 7\nparent is done" in result.stdout, result.stderr
+    codes = {"nothing": "", "signals": SIGNALS, "fork": FORK, **INTERRUPTS, **EXITS}
+    codes = {name: textwrap.dedent(code) for name, code in codes.items()}
+    script = textwrap.dedent(PRELUDE) + f"CODES = {codes!r}\n" + textwrap.dedent(CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stderr, file=sys.stderr)  # shown where a test fails
+    return json.loads(result.stdout.splitlines()[-1])
 
 
-def wait_in_generate():
-    with LLM("null:0.3", max_model_len=64) as llm:
-        llm.generate([1], SamplingParams(max_tokens=2), use_tqdm=False)
+@pytest.mark.parametrize("call", INTERRUPTS)
+def test_ctrl_c_ends_a_blocking_call_and_leaves_the_engine_usable(children, call):
+    exit_code, seconds = children[call]
+    assert exit_code == 5
+    assert seconds - children["nothing"][1] < 2
 
 
-def wait_for_another_thread():
-    with LLM("null:0.05", max_model_len=64) as llm:
-        first = threading.Thread(
-            target=llm.generate, args=([1], SamplingParams(max_tokens=8), False)
-        )
-        first.start()
-        time.sleep(0.05)
-        llm.generate([1], SamplingParams(max_tokens=3), use_tqdm=False)
-        first.join()
+@pytest.mark.parametrize("ending", EXITS)
+def test_the_interpreter_exits_with_requests_running(children, ending):
+    exit_code, seconds = children[ending]
+    assert exit_code == 0
+    assert seconds - children["nothing"][1] < 2
 
 
-def wait_for_a_pause():
-    with LLM("null:0.05", max_model_len=64) as llm:
-        first = threading.Thread(
-            target=llm.generate, args=([1], SamplingParams(max_tokens=8), False)
-        )
-        first.start()
-        time.sleep(0.05)
-        llm.pause()
-        first.join()
+def test_e14_a_host_keeps_its_signal_handlers_whatever_it_does_with_engines(children):
+    assert children["signals"][0] == 0
 
 
-def wait_in_an_event_loop():
+def test_a_forked_child_gets_typed_errors_from_everything_and_ends(children):
+    assert children["fork"][0] == 0
+
+
+@pytest.fixture(scope="module")
+def sleepy():
+    """An `LLM` whose steps take 0.1 s."""
+    with LLM("null:0.1", max_model_len=64) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def sleepy_async():
+    """An `AsyncLLM` whose steps take 0.4 s."""
+    llm = AsyncLLM("null:0.4", max_model_len=64)
+    yield llm
+    asyncio.run(llm.aclose())
+
+
+def in_another_thread(llm, num_tokens):
+    params = SamplingParams(max_tokens=num_tokens)
+    thread = threading.Thread(target=llm.generate, args=([1], params, False))
+    thread.start()
+    time.sleep(0.05)
+    return thread
+
+
+def wait_for_another_thread(llm, _):
+    other = in_another_thread(llm, 6)
+    llm.generate([1], SamplingParams(max_tokens=3), use_tqdm=False)
+    other.join()
+
+
+def wait_for_a_pause(llm, _):
+    other = in_another_thread(llm, 6)
+    llm.pause()
+    llm.resume()
+    other.join()
+
+
+def wait_for_results(llm, _):
+    assert llm.engine.processor.wait_finished(0.4) == []
+
+
+def wait_for_news(llm, _):
+    timer = threading.Timer(0.4, llm.engine.processor.submit, ([1],), {"index": 0})
+    timer.start()
+    llm.engine.step(block=True)
+    timer.join()
+    llm.engine.scheduler.close()
+    llm.close()
+
+
+def wait_in_an_event_loop(_, llm):
+    asyncio.run(final(llm.generate([1], SamplingParams(max_tokens=2))))
+
+
+def wait_for_work(_, llm):
+    assert llm.stats()["num_running"] == 0
+    time.sleep(0.4)
+
+
+def wait_for_the_last_step(_, llm):
     async def main():
-        async with AsyncLLM("null:0.3", max_model_len=64) as llm:
-            await final(llm.generate([1], SamplingParams(max_tokens=3)))
-
-    asyncio.run(main())
-
-
-def wait_for_the_end_of_a_step():
-    async def main():
-        llm = AsyncLLM("null:0.3", max_model_len=64)
         task = asyncio.create_task(anext(llm.generate([1], ENDLESS)))
         await asyncio.sleep(0.05)
         await llm.aclose()
@@ -396,44 +436,26 @@ def wait_for_the_end_of_a_step():
     asyncio.run(main())
 
 
-def wait_for_work():
-    async def main():
-        async with AsyncLLM("null", max_model_len=64) as llm:
-            await asyncio.sleep(0.4)
-            await final(llm.generate([1], SamplingParams(max_tokens=3)))
-
-    asyncio.run(main())
-
-
-def wait_for_results_and_for_news():
-    with LLM("null", max_model_len=64) as llm:
-        assert llm.engine.processor.wait_finished(0.3) == []
-        timer = threading.Timer(0.3, llm.engine.processor.submit, ([1],), {"index": 0})
-        timer.start()
-        llm.engine.step(block=True)
-        timer.join()
-
-
+# The last of each kind closes its engine.
 WAITS = [
-    wait_in_generate,
     wait_for_another_thread,
     wait_for_a_pause,
+    wait_for_results,
+    wait_for_news,
     wait_in_an_event_loop,
-    wait_for_the_end_of_a_step,
     wait_for_work,
-    wait_for_results_and_for_news,
+    wait_for_the_last_step,
 ]
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_every_wait_lets_other_threads_run(wait):
+def test_every_wait_lets_other_threads_run(sleepy, sleepy_async, wait):
     """Another thread looks at the clock: the longest gap says how long nobody else could run."""
-    wait()  # warm-up: what is loaded on first use
-    gaps, is_over, is_counting = [0.0], threading.Event(), threading.Event()
+    gaps, is_over, is_looking = [0.0], threading.Event(), threading.Event()
 
     def look_at_the_clock():
         last = time.monotonic()
-        is_counting.set()
+        is_looking.set()
         while not is_over.is_set():
             time.sleep(0.0005)
             now = time.monotonic()
@@ -442,10 +464,10 @@ def test_every_wait_lets_other_threads_run(wait):
 
     watcher = threading.Thread(target=look_at_the_clock)
     watcher.start()
-    is_counting.wait()
-    wait()
+    is_looking.wait()
+    wait(sleepy, sleepy_async)
     is_over.set()
     watcher.join()
-    # The waits take 0.3 s and more; one that kept the interpreter's lock would be one gap.
-    assert max(gaps) < 0.2, "nobody could run for so long"
+    # Each waits for 0.4 s and more; one that kept the interpreter's lock would be one gap.
+    assert max(gaps) < 0.25, "nobody could run for so long"
     assert len(gaps) > 20
