@@ -48,6 +48,17 @@ def json_lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+def answer(*texts, logprobs=None, prompt_logprobs=None):
+    """What `LLM.generate` gives for one prompt."""
+    choices = [
+        CompletionOutput(i, text, [i], None, logprobs, "length") for i, text in enumerate(texts)
+    ]
+    metrics = RequestMetrics(0.0, 0.0, 0.1, 0.2, [])
+    return RequestOutput(
+        "1", None, [7, 8], choices, True, 0, metrics, prompt_logprobs=prompt_logprobs
+    )
+
+
 def has_known_model():
     from cbrs import hub
 
@@ -211,27 +222,20 @@ def test_every_engine_option_reaches_the_engine(monkeypatch, generate, option, f
 )
 def test_every_sampling_option_reaches_the_request(monkeypatch, generate, option, value):
     seen = []
-    monkeypatch.setattr(cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [])
+    monkeypatch.setattr(
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
+    )
     generate("--prompt", "a", "--" + option.replace("_", "-"), str(value))
     assert getattr(seen[0], option) == value
 
 
 def test_bad_words_reach_the_request(monkeypatch, generate):
     seen = []
-    monkeypatch.setattr(cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [])
+    monkeypatch.setattr(
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
+    )
     generate("--prompt", "a", "--bad-word", "b", "--bad-word", "c d")
     assert seen[0].bad_words == ["b", "c d"]
-
-
-def answer(*texts, logprobs=None, prompt_logprobs=None):
-    """What `LLM.generate` gives for one prompt."""
-    choices = [
-        CompletionOutput(i, text, [i], None, logprobs, "length") for i, text in enumerate(texts)
-    ]
-    metrics = RequestMetrics(0.0, 0.0, 0.1, 0.2, [])
-    return RequestOutput(
-        "1", None, [7, 8], choices, True, 0, metrics, prompt_logprobs=prompt_logprobs
-    )
 
 
 def test_several_outputs_of_a_prompt_are_all_printed(monkeypatch, generate):
@@ -262,7 +266,9 @@ def test_logprobs_are_in_the_json(monkeypatch, generate):
 @pytest.mark.parametrize(("truncate", "max_tokens"), [(None, 14), (4, 28), (100, 14), (-1, 14)])
 def test_the_default_bound_knows_a_truncated_prompt(monkeypatch, tmp_path, truncate, max_tokens):
     seen = []
-    monkeypatch.setattr(cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [])
+    monkeypatch.setattr(
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
+    )
     monkeypatch.setenv("CBRS_CACHE", str(tmp_path))  # a token is a byte
     line = {"prompt": "a" * 18, "truncate_prompt_tokens": truncate}
     file = tmp_path / "prompts.jsonl"
