@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("torch", reason="the engine needs torch")
 
 from cbrs.async_llm import AsyncLLM
-
 from cbrs.cli import chat, main
 from cbrs.cli.conversation import Conversation
 from cbrs.models.null import SCRIPT, NullRunner

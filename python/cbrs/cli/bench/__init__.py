@@ -122,7 +122,13 @@ def _run(arguments: argparse.Namespace) -> int:
         from cbrs.cli.bench.plot import check_plot
 
         check_plot(arguments.plot)
-    levels, settings = asyncio.run(_measure(arguments))
+    try:
+        levels, settings = asyncio.run(_measure(arguments))
+    except TypeError as error:
+        if arguments.file is None:
+            raise
+        # A line of the file gave a parameter a value of another type.
+        raise InputError(str(error)) from error
     from cbrs.cli.bench.figures import to_table
 
     print(format_table(to_table(levels)))
