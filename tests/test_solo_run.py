@@ -26,7 +26,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "cached": {"num_blocks": 512, "max_num_batched_tokens": 512},
     "chunks of 7": {"num_blocks": 512, "max_num_batched_tokens": 40, "max_prefill_chunk_tokens": 7},
     "no cache": {"num_blocks": 512, "max_num_batched_tokens": 24, "enable_prefix_caching": False},
-    "tight": {"num_blocks": 24, "block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    "tight": {"num_blocks": 130, "block_size": 2, "max_num_batched_tokens": 64, "max_num_seqs": 8},
     "tight, small blocks": {"num_blocks": 44, "block_size": 4, "max_num_batched_tokens": 17},
     "few rows": {"num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 128},
     "static": {"num_blocks": 512, "policy": "static", "max_num_seqs": 5},
