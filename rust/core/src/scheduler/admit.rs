@@ -5,6 +5,7 @@
 //! 3. Nothing passes a sequence that lacks memory. Only a request that has not started and waits for a block which another one is filling
 //!    right now may be passed, for at most `MAX_DEFERRALS` steps and by at most `MAX_OVERTAKES` requests. Choices that wait for the
 //!    prompt which one of them is computing are not in line yet.
+//! 4. While paused, no request starts; choices of started ones do.
 
 use super::choices::Fork;
 use super::rows::Row;
@@ -48,12 +49,14 @@ enum Refusal {
 
 impl Scheduler {
     /// Admits waiting sequences while rows, blocks and `budget` tokens last, and schedules their first tokens.
-    pub(super) fn admit(&mut self, mut budget: usize) {
+    pub(super) fn admit(&mut self, mut budget: usize, is_paused: bool) {
         let mut growth = None;
         let mut deferred: Vec<u32> = Vec::new();
         let mut cursor = self.first_waiter();
         while let Some(waiter) = cursor {
-            if budget == 0 || self.rows.num_free() == 0 || self.lacks_prompt_logits(waiter.slot(&self.sequences)) {
+            let slot = waiter.slot(&self.sequences);
+            let is_held_back = self.lacks_prompt_logits(slot) || is_paused && !self.request(slot).is_started();
+            if budget == 0 || self.rows.num_free() == 0 || is_held_back {
                 break;
             }
             let next = self.waiter_after(waiter);
@@ -84,9 +87,12 @@ impl Scheduler {
     }
 
     /// Fills the rows, all of them free, with a fixed group of sequences, whose tokens are then scheduled like those of any running one.
-    pub(super) fn admit_group(&mut self) {
+    pub(super) fn admit_group(&mut self, is_paused: bool) {
         let mut reserve = 0;
         while let Some(waiter) = self.first_waiter().filter(|_| self.rows.num_free() > 0) {
+            if is_paused && !self.request(waiter.slot(&self.sequences)).is_started() {
+                break;
+            }
             let Ok(row) = self.try_admit(waiter, reserve) else {
                 break;
             };

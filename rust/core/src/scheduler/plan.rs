@@ -17,15 +17,16 @@ impl Scheduler {
         self.filling.clear();
         self.prompt_logits = PromptLogits::default();
         let num_preemptions = self.stats.num_preemptions;
+        let is_paused = self.shared.plan_pause();
         if self.is_static() && self.running.is_empty() {
-            self.admit_group();
+            self.admit_group(is_paused);
         }
         let budget = self.plan_decodes(self.config.max_num_batched_tokens);
         let budget = self.plan_chunks(budget);
         self.close_gaps();
         // After a preemption memory is short: whoever is admitted now would be displaced next.
         if !self.is_static() && self.stats.num_preemptions == num_preemptions {
-            self.admit(budget);
+            self.admit(budget, is_paused);
         }
         self.write_batch();
     }

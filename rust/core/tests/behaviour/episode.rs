@@ -40,6 +40,8 @@ pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
             ops.push(op.clone());
             apply(&mut oracle, &op, &mut trace);
         }
+        ops.push(Op::SetPaused(false));
+        apply(&mut oracle, &Op::SetPaused(false), &mut trace);
         while !oracle.is_at_rest() {
             ops.push(Op::Step { errors: 0 });
             apply(&mut oracle, &Op::Step { errors: 0 }, &mut trace);
@@ -105,6 +107,7 @@ pub(crate) fn apply(oracle: &mut Oracle, op: &Op, trace: &mut u64) {
             oracle.finish(choice, *num_tokens, (num_tokens % 2 == 0).then_some("END"));
         }
         Op::ResetPrefixCache => oracle.reset_prefix_cache(),
+        Op::SetPaused(is_paused) => oracle.set_paused(*is_paused),
         Op::Cancel(_) | Op::Finish { .. } => {}
     }
     *trace = mix(*trace ^ digest(oracle.scheduler()));
@@ -213,7 +216,9 @@ fn bare_trace(config: &SchedulerConfig, ops: &[Op]) -> u64 {
                 let _ = scheduler.fail(scheduler.batch().step_id, "the device is gone");
             }
             Op::ResetPrefixCache => scheduler.reset_prefix_cache(),
-            Op::Cancel(_) | Op::Finish { .. } | Op::BadStep(_) => bare_control(&submitter, &accepted, op),
+            Op::Cancel(_) | Op::Finish { .. } | Op::SetPaused(_) | Op::BadStep(_) => {
+                bare_control(&submitter, &accepted, op)
+            }
         }
         trace = mix(trace ^ digest(&scheduler));
     }
@@ -230,6 +235,8 @@ fn bare_control(submitter: &Submitter, accepted: &[(RequestId, Vec<Script>)], op
             let (id, scripts) = &accepted[request % accepted.len()];
             submitter.finish(*id, (choice % scripts.len()) as i32, *num_tokens as u32, reason);
         }
+        Op::SetPaused(true) => submitter.pause(),
+        Op::SetPaused(false) => submitter.resume(),
         _ => {}
     }
 }

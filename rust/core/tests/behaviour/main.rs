@@ -12,6 +12,7 @@
 //! | `script`, `fake` | the model and the sampler that the tests run: tokens and log-probabilities known beforehand |
 //! | `choices` | several choices of one prompt, number by number |
 //! | `prompt_logprobs` | log-probabilities of prompts: which logits are asked for, and when they are told |
+//! | `pause` | nothing starts while paused, and who waits for it |
 //! | `textbook` | the examples with which continuous batching is explained, number by number |
 //!
 //! One test binary, so that the oracle is compiled once.
@@ -26,6 +27,7 @@ mod limits;
 mod model_based;
 mod ops;
 mod oracle;
+mod pause;
 mod prompt_logprobs;
 mod rng;
 mod script;

@@ -105,6 +105,7 @@ fn random_operations_bring_up_every_case() {
         ("of these without a cache", sum(|episode| episode.seen.unpublished_forks), 100),
         ("pins dropped for a decode", sum(|episode| episode.seen.starved_drops), 50),
         ("later choices that compute the prompt", sum(|episode| episode.seen.later_leaders), 30),
+        ("plans that paused", sum(|episode| episode.seen.paused_plans), 500),
         ("prompt tokens with log-probabilities", sum(|episode| episode.seen.prompt_logprobs), 5000),
         ("of these after a preemption or another choice", sum(|episode| episode.seen.resumed_prompt_logprobs), 15),
         ("chunks shortened for want of logits", sum(|episode| episode.seen.short_of_logits), 500),

@@ -41,6 +41,7 @@ pub(crate) enum Op {
         num_tokens: usize,
     },
     ResetPrefixCache,
+    SetPaused(bool),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -144,8 +145,9 @@ pub(crate) fn random_op(rng: &mut Rng, oracle: &Oracle) -> Op {
     let recent = |rng: &mut Rng| num_requests.saturating_sub(1 + rng.below(8));
     match rng.below(100) {
         0..=24 if num_live < 12 || rng.one_in(8) => random_submit(rng, oracle),
-        0..=89 => Op::Step { errors: if rng.one_in(32) { rng.next() & rng.next() } else { 0 } },
-        90..=92 => Op::Cancel(recent(rng)),
+        0..=87 => Op::Step { errors: if rng.one_in(32) { rng.next() & rng.next() } else { 0 } },
+        88 => Op::SetPaused(rng.one_in(3)),
+        89..=92 => Op::Cancel(recent(rng)),
         93..=95 => Op::Finish { request: recent(rng), choice: rng.below(4), num_tokens: rng.below(4) },
         96 => Op::Fail,
         97 => Op::ResetPrefixCache,

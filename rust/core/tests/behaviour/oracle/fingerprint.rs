@@ -42,6 +42,7 @@ impl Model {
             let pins = &self.request_of(index).pins;
             state.add_all(pins.iter().map(|&block| name(&mut names, block)));
         }
+        state.add(u64::from(self.is_paused));
         self.add_traffic(&mut state);
         let pool = scheduler.pool();
         for block in pool.eviction_order() {

@@ -53,12 +53,13 @@ impl Model {
     }
 
     /// Choices without a row in the order in which they may be admitted: preempted ones first, then those of started requests, then
-    /// requests that have not started; each by arrival. Who waits for a prompt under way is not in line.
+    /// requests that have not started, unless these are paused; each by arrival. Who waits for a prompt under way is not in line.
     pub(crate) fn waiting(&self) -> Vec<usize> {
         let is_preempted = |&index: &usize| self.choices[index].is_started && self.choices[index].row.is_none();
         let mut waiting: Vec<usize> = self.live.iter().copied().filter(is_preempted).collect();
         let requests = self.live_requests();
-        for is_started in [true, false] {
+        let may_start: &[bool] = if self.is_paused { &[true] } else { &[true, false] };
+        for &is_started in may_start {
             for &request in requests.iter().filter(|&&request| self.requests[request].is_started == is_started) {
                 let Request { leader, is_forked, .. } = self.requests[request];
                 let num_in_line = match leader {

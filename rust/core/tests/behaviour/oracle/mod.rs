@@ -183,6 +183,18 @@ impl Oracle {
         self.check();
     }
 
+    /// Lets no request start, or lets them start again.
+    pub(crate) fn set_paused(&mut self, is_paused: bool) {
+        if is_paused {
+            self.submitter.pause();
+        } else {
+            self.submitter.resume();
+        }
+        self.model.is_paused = is_paused;
+        assert_eq!(self.submitter.is_paused(), is_paused);
+        self.check();
+    }
+
     pub(crate) fn reset_prefix_cache(&mut self) {
         self.scheduler.reset_prefix_cache();
         self.model.reset_cache();
@@ -191,6 +203,9 @@ impl Oracle {
 
     /// Steps until nothing is live and checks that everything was given back. Returns the number of steps.
     pub(crate) fn drain(&mut self) -> usize {
+        if self.model.is_paused {
+            self.set_paused(false);
+        }
         for num_steps in 0..MAX_DRAIN_STEPS {
             if self.is_at_rest() {
                 self.scheduler.check_drained();
@@ -256,6 +271,7 @@ impl Oracle {
         let num_under_way = self.model.live.iter().filter(is_under_way).count();
         wanted.num_waiting = (num_queued + num_under_way) as u64 - wanted.num_running;
         wanted.num_queued_tokens = num_queued_tokens;
+        wanted.is_paused = u64::from(self.model.is_paused);
         wanted.num_used_blocks = num_used as u64;
         wanted.num_cached_blocks = num_cached as u64;
         wanted.num_free_blocks = (self.model.config.num_blocks - num_used - num_cached) as u64;

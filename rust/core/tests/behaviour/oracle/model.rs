@@ -82,6 +82,7 @@ pub(crate) struct Model {
     pub(crate) step_id: u64,
     pub(crate) counters: Stats,
     pub(crate) is_closed: bool,
+    pub(crate) is_paused: bool,
     /// What has come up, for tests that want to know.
     pub(crate) seen: Seen,
 }
@@ -97,6 +98,8 @@ pub(crate) struct Seen {
     pub(crate) stuck_drops: u64,
     /// Choices that computed the prompt although another had before.
     pub(crate) later_leaders: u64,
+    /// Plans in which a request could have started, but was paused.
+    pub(crate) paused_plans: u64,
     /// Prompt tokens whose log-probabilities were told, and of these those after which a sequence had to begin anew.
     pub(crate) prompt_logprobs: u64,
     pub(crate) resumed_prompt_logprobs: u64,
@@ -130,6 +133,7 @@ impl Model {
             step_id: 0,
             counters: Stats::default(),
             is_closed: false,
+            is_paused: false,
             seen: Seen::default(),
             config,
         }

@@ -50,7 +50,15 @@ impl Model {
         self.check_order(scheduler, &plan);
         self.check_arrays(scheduler);
         self.run_memory(scheduler);
-        assert!(self.live.is_empty() || !self.flight.is_empty(), "requests are live, but nothing is scheduled");
+        self.seen.paused_plans += u64::from(self.is_paused && self.queued().0 > 0 && self.rows.contains(&None));
+        let mut live = self.live.iter();
+        let is_held_back = self.is_paused && live.all(|&index| !self.request_of(index).is_started);
+        let is_idle = self.live.is_empty() || is_held_back;
+        assert_eq!(
+            self.flight.is_empty(),
+            is_idle,
+            "requests are live, but nothing is scheduled, or the other way round"
+        );
     }
 
     fn before_plan(&self) -> Plan {
