@@ -1,4 +1,4 @@
-"""What the text fuzz draws from, and what must come out: said by code of others, or plain Python."""
+"""What the text fuzz draws from, and what must come out: said by others, or by plain Python."""
 
 import codecs
 import itertools
