@@ -1,8 +1,7 @@
-"""Output as it comes: channels, their wake-ups, and the text parameters of a request."""
+"""Output as it comes: what channels bring, when they wake their reader, and how they end."""
 
 import asyncio
 import gc
-import json
 import os
 import select
 import subprocess
@@ -15,77 +14,10 @@ import weakref
 import kit
 import numpy as np
 import pytest
+from stream_kit import BYTE, TIMEOUT_S, Rig, byte_ids, text_of
 
-from cbrs import Scheduler, SchedulerConfig
-from cbrs._core import OutputChannel, OutputProcessor, StepResult, Tokenizer
-from cbrs.errors import EngineClosedError, InvalidRequestError
-
-BYTE = Tokenizer(json.dumps(kit.byte_tokenizer()))
-TIMEOUT_S = 20.0
-
-
-def byte_ids(text):
-    """One token a byte: `kit.byte_tokenizer` has the bytes from id 2 on."""
-    return [2 + byte for byte in (text if isinstance(text, bytes) else text.encode())]
-
-
-class Rig:
-    """A scheduler whose model says `script`, by output position, to every request."""
-
-    def __init__(self, script, **options):
-        defaults = {
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 64,
-            "num_blocks": 64,
-            "max_model_len": 128,
-            "vocab_size": kit.NUM_TOKENS,
-            "eos_token_ids": (kit.EOS,),
-        }
-        self.script = script
-        self.scheduler = Scheduler(SchedulerConfig(**(defaults | options)))
-        self.processor = OutputProcessor(self.scheduler, BYTE)
-        self.channel = OutputChannel()
-        self.batch = self.scheduler.step()
-
-    def submit(self, prompt=(2, 3), index=0, **parameters):
-        return self.processor.submit(list(prompt), index=index, channel=self.channel, **parameters)
-
-    def step(self):
-        """Answers the batch; the logprob of token t is -t, and -9 that of token 7 beside it."""
-        positions = self.batch.sample_positions
-        tokens = np.array([self.script[i % len(self.script)] for i in positions], np.int32)
-        others = np.full_like(tokens, 7)
-        logprobs = (
-            np.stack([tokens, others], axis=1),
-            np.stack([-tokens.astype(np.float32), np.full(len(tokens), -9, np.float32)], axis=1),
-            tokens + 1,
-        )
-        self.batch = self.scheduler.step(
-            StepResult(self.batch.step_id, tokens, logprobs=logprobs) if len(tokens) else None
-        )
-        return self.batch.num_seqs > 0
-
-    def run(self, num_requests=1):
-        """Steps until so many streams have ended; returns all updates."""
-        updates = self.channel.take()
-        deadline = time.monotonic() + TIMEOUT_S
-        while sum(update.is_last for update in updates) < num_requests:
-            assert time.monotonic() < deadline, updates
-            if not self.step():
-                select.select([self.channel.fileno()], [], [], 0.01)
-            updates += self.channel.take()
-        return updates
-
-    def settle(self):
-        """Steps until everything has ended and the text thread has read it."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.processor.num_live:
-            assert time.monotonic() < deadline
-            self.step()
-
-
-def text_of(updates):
-    return "".join(update.text for update in updates)
+from cbrs._core import OutputChannel
+from cbrs.errors import EngineClosedError
 
 
 def test_f01_nothing_of_a_stop_string_is_streamed():
@@ -149,15 +81,6 @@ def test_c03_the_first_update_of_a_chunked_prompt_carries_a_real_token():
     assert [update.token_ids for update in updates] == [[token] for token in byte_ids("abc")]
     assert updates[0].time_s >= updates[0].first_scheduled_time_s >= updates[0].arrival_time_s
     assert updates[0].prompt_token_ids.tolist() == [2] * 70
-
-
-def test_g08_a_stop_string_does_not_end_the_output_before_min_tokens():
-    rig = Rig(byte_ids("\nab"))
-    rig.submit(stop=["\n"], min_tokens=8, max_tokens=30)
-    updates = rig.run()
-    num_tokens = sum(len(update.token_ids) for update in updates)
-    assert (num_tokens, text_of(updates)) == (10, "\nab\nab\nab")
-    assert (updates[-1].finish_reason, updates[-1].stop_reason) == ("stop", "\n")
 
 
 def test_updates_joined_are_the_result_also_with_logprobs():
@@ -328,92 +251,3 @@ def test_a_forked_child_has_a_closed_channel_and_its_parent_an_open_one():
         timeout=TIMEOUT_S,
     )
     assert (result.returncode, result.stdout) == (0, "fine\n"), result.stderr
-
-
-@pytest.mark.parametrize(
-    ("parameters", "text", "num_tokens"),
-    [
-        ({"stop": ["cd"], "include_stop_str_in_output": True}, "abcd", 4),
-        ({"stop": "cd"}, "ab", 4),
-        ({"max_tokens": 3, "detokenize": False}, "", 3),
-        ({"max_tokens": 7, "skip_special_tokens": False}, "abcd<s>ab", 7),
-        ({"max_tokens": 7, "skip_special_tokens": None}, "abcdab", 7),
-    ],
-)
-def test_text_parameters_have_their_effect(parameters, text, num_tokens):
-    rig = Rig([*byte_ids("abcd"), kit.BOS])
-    rig.submit(**parameters)
-    updates = rig.run()
-    assert text_of(updates) == text
-    assert sum(len(update.token_ids) for update in updates) == num_tokens
-
-
-def test_bad_words_reach_the_sampler_as_token_sequences():
-    rig = Rig(byte_ids("ab"))
-    # " the" is one token, "the" is three.
-    rig.submit(bad_words=["the", "hello"], bad_words_token_ids=[[9, 8]], max_tokens=2)
-    rig.step()
-    tables = rig.batch.new_row_tables
-    words = np.split(tables.bad_word_ids, tables.bad_word_start[1:-1])
-    expected = [[9, 8], BYTE.encode("the"), BYTE.encode(" the"), BYTE.encode("hello")]
-    assert len(expected[2]) == 1
-    assert [word.tolist() for word in words] == [*expected, BYTE.encode(" hello")]
-    rig.settle()
-
-
-def test_the_result_of_a_truncated_prompt_has_the_tokens_that_were_run():
-    rig = Rig(byte_ids("ab"))
-    rig.submit(prompt=range(2, 12), truncate_prompt_tokens=4, max_tokens=1)
-    (update,) = rig.run()
-    assert update.prompt_token_ids.tolist() == [8, 9, 10, 11]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "match"),
-    [
-        ({"bad_words": ["x"] * 257}, "bad_words has 257 entries, but at most 256"),
-        ({"bad_words": [""]}, "bad_words is 0 characters long, but must be 1 to 256"),
-        ({"stop": "x", "detokenize": False}, "stop needs the text that detokenize=False"),
-        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
-    ],
-)
-def test_wrong_text_parameters_are_refused_and_leave_nothing_behind(parameters, match):
-    rig = Rig(byte_ids("a"))
-    with pytest.raises(InvalidRequestError, match=match):
-        rig.submit(**parameters)
-    assert rig.processor.num_live == rig.scheduler.stats()["num_waiting"] == 0
-
-
-@pytest.mark.parametrize(
-    ("parameters", "match"),
-    [
-        ({"stpo": ["x"]}, "stpo"),
-        ({"stop": 5}, "stop"),
-        ({"skip_special_tokens": "yes"}, "skip_special_tokens"),
-        ({"bad_words": [5]}, "bad_words"),
-        ({"channel": "mine"}, "channel"),
-    ],
-)
-def test_parameters_of_the_wrong_kind_are_named(parameters, match):
-    rig = Rig(byte_ids("a"))
-    with pytest.raises(TypeError, match=match):
-        rig.processor.submit([2], index=0, **parameters)
-    assert rig.processor.num_live == 0
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"stop": ["x"]},
-        {"bad_words": ["x"]},
-        {"include_stop_str_in_output": True},
-        {"skip_special_tokens": False},
-        {"detokenize": False},
-    ],
-)
-def test_a_scheduler_alone_refuses_text_parameters_by_name(parameters):
-    rig = Rig(byte_ids("a"))
-    (name,) = parameters
-    with pytest.raises(TypeError, match=f"{name} is about text"):
-        rig.scheduler.submit([2], **parameters)

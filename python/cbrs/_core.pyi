@@ -563,6 +563,7 @@ class Scheduler:
         """
     def resume(self) -> None:
         """Lets requests start again after `pause()`."""
+    @property
     def is_paused(self) -> bool:
         """Whether `pause()` was called, and `resume()` not since."""
     def stats(self) -> dict[str, int]:
@@ -985,7 +986,7 @@ class CpuKernels:
         logits_index: Int32Array,
         targets: Int32Array,
         num_logprobs: Int32Array,
-    ) -> LogprobMatrix:
+    ) -> LogprobArrays:
         """Says how likely the tokens `targets` `[N]` are, and which ids are the most likely.
 
         `num_logprobs` `[N]` is how many of the latter each row wants; -1 = the row is left out.

@@ -282,6 +282,7 @@ impl Scheduler {
     }
 
     /// Whether `pause()` was called, and `resume()` not since.
+    #[getter]
     fn is_paused(&self) -> bool {
         self.submitter.is_paused()
     }
