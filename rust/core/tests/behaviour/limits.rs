@@ -128,8 +128,8 @@ fn answer(change: impl FnOnce(&mut RequestSpec)) -> Option<Error> {
     None
 }
 
-fn invalid(name: &'static str, value: f64, expected: &'static str) -> Option<Error> {
-    Some(Error::InvalidParameter { name, value, expected })
+fn invalid(name: &'static str, value: f64, expected: &'static str) -> Error {
+    Error::InvalidParameter { name, value, expected }
 }
 
 fn is_refused_as(error: Option<&Error>, wanted: &str) -> bool {
@@ -142,7 +142,7 @@ fn n_is_at_least_1_and_at_most_128() {
         assert_eq!(answer(|spec| spec.n = n), None);
     }
     for n in [0, 129, u32::MAX] {
-        assert_eq!(answer(|spec| spec.n = n), invalid("n", f64::from(n), "in 1..=128"));
+        assert_eq!(answer(|spec| spec.n = n), Some(invalid("n", f64::from(n), "in 1..=128")));
     }
 }
 
@@ -154,7 +154,7 @@ fn min_tokens_is_at_most_the_effective_max_tokens() {
     for (most, max_tokens) in [(8, Some(8)), (63, None)] {
         assert_eq!(with(most, max_tokens), None);
         let too_many = invalid("min_tokens", f64::from(most + 1), "at most max_tokens");
-        assert_eq!(with(most + 1, max_tokens), too_many);
+        assert_eq!(with(most + 1, max_tokens), Some(too_many));
     }
 }
 
@@ -232,9 +232,9 @@ fn at_most_20_likely_ids_are_told_with_a_token() {
     for count in [21, u32::MAX] {
         let value = f64::from(count);
         let error = answer(|spec| spec.sampling.logprobs = Some(count));
-        assert_eq!(error, invalid("logprobs", value, "in 0..=20"));
+        assert_eq!(error, Some(invalid("logprobs", value, "in 0..=20")));
         let error = answer(|spec| spec.prompt_logprobs = Some(count));
-        assert_eq!(error, invalid("prompt_logprobs", value, "in 0..=20"));
+        assert_eq!(error, Some(invalid("prompt_logprobs", value, "in 0..=20")));
     }
 }
 
