@@ -217,7 +217,7 @@ fn bare_trace(config: &SchedulerConfig, ops: &[Op]) -> u64 {
             }
             Op::ResetPrefixCache => scheduler.reset_prefix_cache(),
             Op::Cancel(_) | Op::Finish { .. } | Op::SetPaused(_) | Op::BadStep(_) => {
-                bare_control(&submitter, &accepted, op)
+                bare_control(&submitter, &accepted, op);
             }
         }
         trace = mix(trace ^ digest(&scheduler));

@@ -1,7 +1,7 @@
 //! Bounds, at the limit and one above; and what must be refused without any effect.
 
 use cbrs_core::block::{BlockId, BlockPool};
-use cbrs_core::{Error, RequestSpec, SchedulerConfig};
+use cbrs_core::{Error, RequestSpec, SamplingSpec, SchedulerConfig};
 
 use crate::oracle::Oracle;
 use crate::script::Script;
@@ -107,6 +107,164 @@ fn a_request_may_have_as_many_labels_and_stop_ids_as_documented() {
         assert_eq!(submitter.submit(spec(0, len)), Err(wrong));
     }
     oracle.drain();
+}
+
+/// What `submit` answers to one parameter more than a prompt of one token and one output token.
+fn answer(change: impl FnOnce(&mut RequestSpec)) -> Option<Error> {
+    let limits = SchedulerConfig { vocab_size: Some(100), ..config(16, 4) };
+    let oracle = Oracle::new(limits);
+    let mut spec = RequestSpec { max_tokens: Some(8), ..RequestSpec::new(vec![1]) };
+    change(&mut spec);
+    let error = oracle.scheduler().submitter().submit(spec.clone()).err();
+    if error.is_some() {
+        oracle.scheduler().check_drained();
+        assert_eq!(oracle.scheduler().submitter().stats().num_accepted_requests, 0, "nothing of it stays");
+        return error;
+    }
+    // What is accepted runs to its end.
+    let mut oracle = Oracle::new(SchedulerConfig { vocab_size: Some(100), ..config(16, 4) });
+    oracle.submit(spec, Script::constant(9)).expect("it was accepted before");
+    oracle.drain();
+    None
+}
+
+fn invalid(name: &'static str, value: f64, expected: &'static str) -> Error {
+    Error::InvalidParameter { name, value, expected }
+}
+
+fn is_refused_as(error: Option<&Error>, wanted: &str) -> bool {
+    matches!(error, Some(Error::InvalidParameter { name, .. }) if *name == wanted)
+}
+
+#[test]
+fn n_is_at_least_1_and_at_most_128() {
+    for n in [1, 2, 128] {
+        assert_eq!(answer(|spec| spec.n = n), None);
+    }
+    for n in [0, 129, u32::MAX] {
+        assert_eq!(answer(|spec| spec.n = n), Some(invalid("n", f64::from(n), "in 1..=128")));
+    }
+}
+
+#[test]
+fn min_tokens_is_at_most_the_effective_max_tokens() {
+    let with =
+        |min_tokens, max_tokens| answer(|spec| (spec.sampling.min_tokens, spec.max_tokens) = (min_tokens, max_tokens));
+    // Without max_tokens, what fits the context counts: 64 less the prompt's one token.
+    for (most, max_tokens) in [(8, Some(8)), (63, None)] {
+        assert_eq!(with(most, max_tokens), None);
+        let too_many = invalid("min_tokens", f64::from(most + 1), "at most max_tokens");
+        assert_eq!(with(most + 1, max_tokens), Some(too_many));
+    }
+}
+
+#[test]
+fn penalties_are_finite_and_within_their_ranges() {
+    type Field = fn(&mut SamplingSpec) -> &mut f32;
+    let additive: [(&str, Field); 2] = [
+        ("presence_penalty", |sampling| &mut sampling.presence_penalty),
+        ("frequency_penalty", |sampling| &mut sampling.frequency_penalty),
+    ];
+    for (name, field) in additive {
+        for value in [-2.0, 0.0, 2.0] {
+            assert_eq!(answer(|spec| *field(&mut spec.sampling) = value), None, "{name} = {value}");
+        }
+        for value in [-2.01, 2.01, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let error = answer(|spec| *field(&mut spec.sampling) = value);
+            assert!(is_refused_as(error.as_ref(), name), "{name} = {value}: {error:?}");
+        }
+    }
+    for value in [f32::MIN_POSITIVE, 1.0, f32::MAX] {
+        assert_eq!(answer(|spec| spec.sampling.repetition_penalty = value), None, "{value}");
+    }
+    for value in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let error = answer(|spec| spec.sampling.repetition_penalty = value);
+        assert!(is_refused_as(error.as_ref(), "repetition_penalty"), "{value}: {error:?}");
+    }
+}
+
+#[test]
+fn a_bias_has_1024_entries_at_most_with_ids_of_the_vocabulary() {
+    let with = |bias: Vec<(i32, f32)>| answer(|spec| spec.logit_bias = bias);
+    assert_eq!(with(vec![(99, 100.0); 1024]), None);
+    let too_many = Error::TooManyEntries { name: "logit_bias", len: 1025, limit: 1024 };
+    assert_eq!(with(vec![(99, 1.0); 1025]), Some(too_many));
+    for token in [-1, 100] {
+        let error = with(vec![(0, 1.0), (token, 1.0)]);
+        let is_named = matches!(
+            error,
+            Some(Error::TokenOutOfVocabulary { field: "logit_bias", token: wrong, vocab_size: 100, .. })
+                if wrong == i64::from(token)
+        );
+        assert!(is_named, "{error:?}");
+    }
+    assert_eq!(with(vec![(0, -100.0), (1, 100.0)]), None);
+    for value in [-100.5, 100.5, f32::NAN, f32::INFINITY] {
+        let error = with(vec![(0, value)]);
+        assert!(is_refused_as(error.as_ref(), "logit_bias"), "{value}: {error:?}");
+    }
+}
+
+#[test]
+fn bad_words_are_1024_at_most_of_1_to_256_ids_of_the_vocabulary() {
+    let with = |words: Vec<Vec<i32>>| answer(|spec| spec.bad_words_token_ids = words);
+    assert_eq!(with(vec![vec![99]; 1024]), None);
+    let too_many = Error::TooManyEntries { name: "bad_words", len: 1025, limit: 1024 };
+    assert_eq!(with(vec![vec![99]; 1025]), Some(too_many));
+    assert_eq!(with(vec![vec![1; 256]]), None);
+    for len in [0, 257] {
+        let wrong = Error::InvalidLength { name: "bad_words", len, unit: "tokens", expected: "1 to 256" };
+        assert_eq!(with(vec![vec![1], vec![1; len]]), Some(wrong));
+    }
+    for token in [-1, 100] {
+        let wrong =
+            Error::TokenOutOfVocabulary { field: "bad_words", position: 1, token: i64::from(token), vocab_size: 100 };
+        assert_eq!(with(vec![vec![0], vec![5, token]]), Some(wrong));
+    }
+}
+
+#[test]
+fn at_most_20_likely_ids_are_told_with_a_token() {
+    for count in [0, 20] {
+        assert_eq!(answer(|spec| spec.sampling.logprobs = Some(count)), None);
+        assert_eq!(answer(|spec| (spec.prompt_logprobs, spec.prompt_token_ids) = (Some(count), vec![1, 2])), None);
+    }
+    for count in [21, u32::MAX] {
+        let value = f64::from(count);
+        let error = answer(|spec| spec.sampling.logprobs = Some(count));
+        assert_eq!(error, Some(invalid("logprobs", value, "in 0..=20")));
+        let error = answer(|spec| spec.prompt_logprobs = Some(count));
+        assert_eq!(error, Some(invalid("prompt_logprobs", value, "in 0..=20")));
+    }
+}
+
+#[test]
+fn a_truncated_prompt_keeps_its_last_tokens() {
+    // The context has 8 tokens.
+    let kept = |truncate, max_tokens| {
+        let mut scheduler = cbrs_core::Scheduler::new(SchedulerConfig { max_model_len: 8, ..config(16, 4) })
+            .expect("the configuration is valid");
+        let spec = RequestSpec { truncate_prompt_tokens: truncate, max_tokens, ..RequestSpec::new(tokens(0..20)) };
+        let answer = scheduler.submitter().submit(spec);
+        scheduler.step(None, 0).expect("there is no result");
+        answer.map(|_| scheduler.batch().token_ids.clone())
+    };
+    assert_eq!(kept(Some(1), None), Ok(vec![19]));
+    assert_eq!(kept(Some(7), None), Ok(tokens(13..20)), "one output token fits");
+    assert_eq!(kept(Some(-1), None), Ok(tokens(13..20)));
+    assert_eq!(kept(Some(-1), Some(3)), Ok(tokens(15..20)), "three output tokens fit");
+    assert_eq!(kept(Some(5), Some(3)), Ok(tokens(15..20)));
+    let too_long =
+        |num_prompt_tokens, max_tokens| Err(Error::PromptTooLong { num_prompt_tokens, max_tokens, max_model_len: 8 });
+    assert_eq!(kept(Some(8), None), too_long(8, 1));
+    assert_eq!(kept(Some(6), Some(3)), too_long(6, 3));
+    assert_eq!(kept(Some(i64::MAX), None), too_long(20, 1), "it is no longer than that");
+    assert_eq!(kept(Some(-1), Some(8)), too_long(1, 8), "one prompt token is kept at least");
+    for count in [0, -2, i64::MIN] {
+        let value = count as f64;
+        let (name, expected) = ("truncate_prompt_tokens", ">= 1, or -1 for what fits");
+        assert_eq!(kept(Some(count), None), Err(Error::InvalidParameter { name, value, expected }));
+    }
 }
 
 #[test]
