@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -27,6 +28,10 @@ def ids(output):
     return output.outputs[0].token_ids
 
 
+def all_ids(deltas):
+    return [token for delta in deltas for token in ids(delta)]
+
+
 @pytest.fixture
 def llm(make_async_llm, tiny):
     return make_async_llm(tiny)
@@ -46,7 +51,7 @@ def test_cumulative_outputs_grow_to_the_result_of_llm(llm, make_llm, tiny):
     assert outputs[-1].prompt == "Hello"
     assert [output.finished for output in outputs[:-1]] == [False] * (len(outputs) - 1)
     assert outputs[-1].finished
-    for before, after in zip(outputs, outputs[1:], strict=False):
+    for before, after in itertools.pairwise(outputs):
         assert len(ids(before)) < len(ids(after))
         assert ids(after)[: len(ids(before))] == ids(before)
         assert after.outputs[0].text.startswith(before.outputs[0].text)
@@ -59,7 +64,7 @@ def test_deltas_joined_are_the_result_and_every_step_brings_one(llm):
 
     deltas, whole = asyncio.run(main())
     assert [len(ids(delta)) for delta in deltas] == [1] * 8
-    assert sum((ids(delta) for delta in deltas), []) == ids(whole)
+    assert all_ids(deltas) == ids(whole)
     assert "".join(delta.outputs[0].text for delta in deltas) == whole.outputs[0].text
     assert [delta.outputs[0].finish_reason for delta in deltas] == [None] * 7 + ["length"]
     assert all(delta.prompt_token_ids == whole.prompt_token_ids for delta in deltas)
@@ -336,7 +341,7 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing(slow):
         other = await collect(slow.generate([2], params))
         await until(lambda: is_idle(slow))  # the lazy one's request is done as well
         rest = await collect(lazy)
-        return sum((ids(output) for output in [first, *rest]), []), sum(map(ids, other), [])
+        return all_ids([first, *rest]), all_ids(other)
 
     lazy, other = asyncio.run(main())
     assert lazy == other

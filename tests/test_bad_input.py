@@ -164,6 +164,8 @@ def test_a_malformed_prompt_file_names_the_line(refused, tmp_path, content, mess
         ["pull"],
         ["pull", "--list", "smollm2-135m-instruct"],
         ["info", "null"],
+        ["chat"],
+        ["bench"],
     ],
 )
 def test_wrong_arguments_are_one_line_that_names_the_help(capsys, arguments):

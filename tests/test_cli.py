@@ -14,8 +14,10 @@ import pytest
 
 import cbrs
 from cbrs.cli import main
+from cbrs.logprobs import Logprob
+from cbrs.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
-COMMANDS = ["generate", "pull", "info", "demo"]
+COMMANDS = ["generate", "chat", "bench", "pull", "info", "demo"]
 
 
 def run_cli(*arguments, stdin=None, timeout_s=120, cwd=None, env=None):
@@ -44,6 +46,17 @@ def generate(capsys):
 
 def json_lines(text):
     return [json.loads(line) for line in text.splitlines()]
+
+
+def answer(*texts, logprobs=None, prompt_logprobs=None):
+    """What `LLM.generate` gives for one prompt."""
+    choices = [
+        CompletionOutput(i, text, [i], None, logprobs, "length") for i, text in enumerate(texts)
+    ]
+    metrics = RequestMetrics(0.0, 0.0, 0.1, 0.2, [])
+    return RequestOutput(
+        "1", None, [7, 8], choices, True, 0, metrics, prompt_logprobs=prompt_logprobs
+    )
 
 
 def has_known_model():
@@ -193,16 +206,75 @@ def test_every_engine_option_reaches_the_engine(monkeypatch, generate, option, f
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("temperature", 0.5), ("top_k", 3), ("top_p", 0.5), ("min_p", 0.25), ("seed", 0)],
+    [
+        ("temperature", 0.5),
+        ("top_k", 3),
+        ("top_p", 0.5),
+        ("min_p", 0.25),
+        ("seed", 0),
+        ("min_tokens", 2),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("n", 2),
+        ("logprobs", 3),
+    ],
 )
 def test_every_sampling_option_reaches_the_request(monkeypatch, generate, option, value):
     seen = []
-    run = cbrs.LLM.generate
     monkeypatch.setattr(
-        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or run(llm, prompts, p)
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
     )
     generate("--prompt", "a", "--" + option.replace("_", "-"), str(value))
     assert getattr(seen[0], option) == value
+
+
+def test_bad_words_reach_the_request(monkeypatch, generate):
+    seen = []
+    monkeypatch.setattr(
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
+    )
+    generate("--prompt", "a", "--bad-word", "b", "--bad-word", "c d")
+    assert seen[0].bad_words == ["b", "c d"]
+
+
+def test_several_outputs_of_a_prompt_are_all_printed(monkeypatch, generate):
+    monkeypatch.setattr(cbrs.LLM, "generate", lambda llm, prompts, p: [answer("x", "y")])
+    assert generate("--prompt", "a", "--n", "2")[1] == "(1) x\n(2) y\n"
+    (item,) = json_lines(generate("--prompt", "a", "--n", "2", "--json")[1])
+    assert (item["text"], item["token_ids"]) == ("x", [0])
+    assert [(choice["text"], choice["token_ids"]) for choice in item["outputs"]] == [
+        ("x", [0]),
+        ("y", [1]),
+    ]
+
+
+def test_logprobs_are_in_the_json(monkeypatch, generate):
+    likely = Logprob(-0.25, 1, "x")
+    drawn = Logprob(-2.0, 5, "y")
+    output = answer("y", logprobs=[{5: drawn, 3: likely}], prompt_logprobs=[None, {8: likely}])
+    monkeypatch.setattr(cbrs.LLM, "generate", lambda llm, prompts, p: [output])
+    (item,) = json_lines(generate("--prompt", "a", "--logprobs", "1", "--json")[1])
+    expected = {"token_id": 3, "logprob": -0.25, "rank": 1, "decoded_token": "x"}
+    assert item["logprobs"] == [
+        [{"token_id": 5, "logprob": -2.0, "rank": 5, "decoded_token": "y"}, expected]
+    ]
+    assert item["prompt_logprobs"] == [None, [{**expected, "token_id": 8}]]
+    assert "outputs" not in item
+
+
+@pytest.mark.parametrize(("truncate", "max_tokens"), [(None, 14), (4, 28), (100, 14), (-1, 14)])
+def test_the_default_bound_knows_a_truncated_prompt(monkeypatch, tmp_path, truncate, max_tokens):
+    seen = []
+    monkeypatch.setattr(
+        cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
+    )
+    monkeypatch.setenv("CBRS_CACHE", str(tmp_path))  # a token is a byte
+    line = {"prompt": "a" * 18, "truncate_prompt_tokens": truncate}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({key: line[key] for key in line if line[key] is not None}))
+    assert main(["generate", "null", "--max-model-len", "32", "--file", str(file)]) == 0
+    assert seen[0].max_tokens == max_tokens
 
 
 def test_stop_and_ignore_eos_reach_the_request(generate):

@@ -122,7 +122,13 @@ def test_the_real_hub_client_loads_its_cached_snapshot_without_the_network(
 
 @pytest.mark.parametrize(
     "command",
-    [generate(KNOWN), ["pull", KNOWN], ["demo", "--model", KNOWN]],
+    [
+        generate(KNOWN),
+        ["chat", KNOWN],
+        ["bench", KNOWN],
+        ["pull", KNOWN],
+        ["demo", "--model", KNOWN],
+    ],
     ids=lambda command: command[0],
 )
 def test_an_uncached_model_is_one_line_that_says_what_to_do(

@@ -1,16 +1,21 @@
 """The logger `cbrs`: no handler of its own, no output of its own, and never a word of a prompt."""
 
+import asyncio
 import json
 import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cbrs import LLM, SamplingParams
+pytest.importorskip("torch", reason="the engine needs torch")
+
+from cbrs import LLM, AsyncLLM, SamplingParams
 from cbrs.cli import main
 from cbrs.errors import InvalidRequestError, PromptTooLongError
 from cbrs.models.null import NullRunner
@@ -119,10 +124,40 @@ def test_a_sampler_whose_result_does_not_fit(
     monkeypatch.setattr(
         NullRunner,
         "sample",
-        lambda runner, logits, batch: (sample(runner, logits, batch)[0][:0], None),
+        lambda runner, logits, batch: replace(
+            sample(runner, logits, batch), token_ids=np.zeros(0, dtype=np.int32)
+        ),
     )
     (output,) = llm.generate(MARKER, GREEDY)
     assert output.outputs[0].finish_reason == "error"
+    assert_quiet_about_prompts(lines)
+
+
+def test_requests_of_an_event_loop(
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CBRS_CACHE", str(tmp_path / "empty"))
+    forward, broken = NullRunner.forward, []
+
+    def fail_if_broken(runner: NullRunner, batch: Any) -> Any:
+        if broken:
+            raise RuntimeError("no power")
+        return forward(runner, batch)
+
+    async def main() -> None:
+        async with AsyncLLM("null", max_model_len=256) as llm:
+            async for _ in llm.generate(MARKER, SamplingParams(max_tokens=100)):
+                break  # which cancels it
+            async for _ in llm.chat([{"role": "user", "content": MARKER}], GREEDY, MARKER):
+                pass
+            with pytest.raises(PromptTooLongError):
+                await anext(llm.generate(MARKER * 100, GREEDY))
+            broken.append(True)
+            async for output in llm.generate(MARKER, GREEDY):
+                assert output.error == "RuntimeError: no power"
+
+    monkeypatch.setattr(NullRunner, "forward", fail_if_broken)
+    asyncio.run(main())
     assert_quiet_about_prompts(lines)
 
 

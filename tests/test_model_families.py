@@ -221,6 +221,7 @@ def test_bfloat16_is_near_float32(name: str, case_of: Callable[[str], Case]) -> 
         ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
         ("gemma3", {"rope_theta": None, "rope_local_base_freq": None, "attention_bias": True}),
         ("gemma3", {"sliding_window_pattern": None, "num_hidden_layers": 7}),
+        ("gemma3", {"hidden_size": 72}),
         ("mistral", {"num_key_value_heads": 4, "rope_scaling": kit.ROPE_SCALINGS["llama3"]}),
         ("phi3", {"partial_rotary_factor": None, "tie_word_embeddings": False}),
     ],
@@ -233,6 +234,12 @@ def test_other_settings_equal_the_reference(
     loaded = load(folder)
     tokens = TOKENS[:120]
     assert largest(logits_of(loaded, tokens) - reference_logits(folder, tokens)) < 1e-4
+
+
+def test_gemma3_embedding_scale_is_rounded_as_the_weights_are(tmp_path: Path) -> None:
+    folder = kit.family(tmp_path, "gemma3", hidden_size=72)
+    assert load(folder).module.embedding_scale == pytest.approx(72**0.5, rel=1e-7)
+    assert load(folder, "bfloat16").module.embedding_scale == 8.5
 
 
 def test_gemma3_newer_rotary_settings_equal_the_reference(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import kit
 import pytest
 from asked import Asked, RequestMaker, assert_same_answer
 
+from cbrs.logprobs import TokenTexts
 from cbrs.outputs import RequestOutput
 
 MAX_PROMPT = 96
@@ -25,7 +26,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "cached": {"num_blocks": 512, "max_num_batched_tokens": 512},
     "chunks of 7": {"num_blocks": 512, "max_num_batched_tokens": 40, "max_prefill_chunk_tokens": 7},
     "no cache": {"num_blocks": 512, "max_num_batched_tokens": 24, "enable_prefix_caching": False},
-    "tight": {"num_blocks": 12, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    "tight": {"num_blocks": 130, "block_size": 2, "max_num_batched_tokens": 64, "max_num_seqs": 8},
     "tight, small blocks": {"num_blocks": 44, "block_size": 4, "max_num_batched_tokens": 17},
     "few rows": {"num_blocks": 64, "max_num_seqs": 2, "max_num_batched_tokens": 128},
     "static": {"num_blocks": 512, "policy": "static", "max_num_seqs": 5},
@@ -45,7 +46,7 @@ def alone(make_llm: MakeLLM, model: Path, asked: Asked) -> RequestOutput:
 def together(llm: Any, requests: Sequence[Asked], seed: int) -> list[RequestOutput]:
     """The answers of one engine to which the requests come at random steps, in random order."""
     choose = random.Random(seed)
-    engine = llm.engine
+    engine, texts = llm.engine, TokenTexts(llm.tokenizer)
     waiting = choose.sample(range(len(requests)), len(requests))
     answers: dict[int, RequestOutput] = {}
     while len(answers) < len(requests):
@@ -56,9 +57,7 @@ def together(llm: Any, requests: Sequence[Asked], seed: int) -> list[RequestOutp
                 engine.processor.submit(requests[index].prompt, index=index, **arguments)
         engine.step()
         for finished in engine.processor.take_finished():
-            answers[finished.index] = RequestOutput.from_finished(
-                finished, None, tokenizer=llm.tokenizer
-            )
+            answers[finished.index] = RequestOutput.from_finished(finished, None, texts)
     return [answers[index] for index in range(len(requests))]
 
 

@@ -205,7 +205,7 @@ def test_refused_parameters_leave_nothing_behind():
         processor.submit([2], max_tokens=1000, index=0)
     with pytest.raises(InvalidRequestError, match="top_p is 2"):
         processor.submit([2], top_p=2.0, index=0)
-    with pytest.raises(InvalidRequestError, match="stop strings need a tokenizer"):
+    with pytest.raises(InvalidRequestError, match="stop needs a tokenizer"):
         processor.submit([2], stop=["x"], index=0)
     with pytest.raises(InvalidRequestError, match="a text needs a tokenizer"):
         processor.submit_text("x", index=0)

@@ -60,7 +60,7 @@ def test_the_result_of_a_truncated_prompt_has_the_tokens_that_were_run():
     [
         ({"bad_words": ["x"] * 257}, "bad_words has 257 entries, but at most 256"),
         ({"bad_words": [""]}, "bad_words is 0 characters long, but must be 1 to 256"),
-        ({"stop": "x", "detokenize": False}, "stop strings need the text that detokenize=False"),
+        ({"stop": "x", "detokenize": False}, "stop needs the text that detokenize=False"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
     ],

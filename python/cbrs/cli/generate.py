@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from cbrs.cli.common import InputError, add_command
@@ -21,9 +21,12 @@ from cbrs.config import EngineConfig
 from cbrs.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cbrs.cli.common import Commands
     from cbrs.llm import LLM
-    from cbrs.outputs import RequestOutput
+    from cbrs.logprobs import Logprob
+    from cbrs.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger("cbrs")
 
@@ -48,6 +51,13 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument("--n", type=int, metavar="N", help="outputs of each prompt (default: 1)")
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json, log-probabilities of each token and the N most likely ones",
+    )
     add_sampling_options(parser, _DEFAULT_MAX_TOKENS)
     add_engine_options(parser)
 
@@ -59,12 +69,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with LLM(**given(arguments, EngineConfig, but="seed")) as llm:
         prompts = [_to_token_ids(item, llm) for item in items]
-        params = [
-            _bounded(replace(base, **item.sampling), llm.config().max_model_len - len(prompt))
-            for item, prompt in zip(items, prompts, strict=True)
-        ]
+        limit = llm.config().max_model_len
         started = time.monotonic()
         try:
+            params = [
+                _bounded(replace(base, **item.sampling), len(prompt), limit)
+                for item, prompt in zip(items, prompts, strict=True)
+            ]
             outputs = llm.generate(prompts, params)
         except TypeError as error:  # a line of the file gave a parameter a value of another type
             raise InputError(str(error)) from error
@@ -87,15 +98,19 @@ def _to_token_ids(item: PromptItem, llm: LLM) -> list[int]:
     return llm.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _bounded(params: SamplingParams, room: int) -> SamplingParams:
+def _bounded(params: SamplingParams, num_prompt_tokens: int, limit: int) -> SamplingParams:
     """Gives a request without `max_tokens` the default; a prompt that leaves no room is refused."""
+    kept = params.truncate_prompt_tokens
+    if isinstance(kept, int) and kept > 0:  # -1 keeps what leaves room for `max_tokens`
+        num_prompt_tokens = min(kept, num_prompt_tokens)
+    room = limit - num_prompt_tokens
     if params.max_tokens is not None or room < 1:
         return params
     return replace(params, max_tokens=min(_DEFAULT_MAX_TOKENS, room))
 
 
 def _log_totals(outputs: list[RequestOutput], elapsed_s: float) -> None:
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     logger.info(
         "%d requests, %d output tokens in %.2f s: %.1f tokens/s",
         len(outputs),
@@ -106,16 +121,17 @@ def _log_totals(outputs: list[RequestOutput], elapsed_s: float) -> None:
 
 
 def _to_json(index: int, item: PromptItem, output: RequestOutput) -> dict[str, Any]:
-    completion, metrics = output.outputs[0], output.metrics
+    """The first output stands beside the prompt; `outputs` has all if there are several."""
+    metrics = output.metrics
     is_text = isinstance(item.content, str)
+    choices = [_choice_to_json(choice) for choice in output.outputs]
     return {
         "index": index,
         **({} if item.id is None else {"id": item.id}),
         "prompt" if is_text else "messages": item.content,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
+        **choices[0],
+        **({"outputs": choices} if len(choices) > 1 else {}),
+        **_logprobs_to_json("prompt_logprobs", output.prompt_logprobs),
         "error": output.error,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
@@ -125,9 +141,34 @@ def _to_json(index: int, item: PromptItem, output: RequestOutput) -> dict[str, A
     }
 
 
+def _choice_to_json(choice: CompletionOutput) -> dict[str, Any]:
+    return {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        **_logprobs_to_json("logprobs", choice.logprobs),
+    }
+
+
+def _logprobs_to_json(
+    name: str, logprobs: Sequence[dict[int, Logprob] | None] | None
+) -> dict[str, Any]:
+    """A list for each token: itself first, then the most likely ones; nothing if not asked for."""
+    if logprobs is None:
+        return {}
+    tokens = [
+        row and [{"token_id": token_id, **asdict(value)} for token_id, value in row.items()]
+        for row in logprobs
+    ]
+    return {name: tokens}
+
+
 def _print_text(index: int, item: PromptItem, output: RequestOutput, *, is_only: bool) -> None:
     """Prints the text alone for a single prompt, else below a line that says which prompt it is."""
     if not is_only:
         content = item.content if isinstance(item.content, str) else item.content[-1]["content"]
         print(f"[{index + 1}] {content}")
-    print(output.outputs[0].text)
+    for choice in output.outputs:
+        mark = f"({choice.index + 1}) " if len(output.outputs) > 1 else ""
+        print(f"{mark}{choice.text}")

@@ -41,11 +41,22 @@ def add_sampling_options(parser: argparse.ArgumentParser, default_max_tokens: in
         ("top_p", float, f"keep tokens that together have this probability ({default.top_p})"),
         ("min_p", float, f"drop tokens less likely than this share of the best ({default.min_p})"),
         ("seed", int, "the same seed gives the same text"),
+        ("min_tokens", int, f"output tokens at least ({default.min_tokens})"),
+        ("presence_penalty", float, "lowers what was generated before, once each"),
+        ("frequency_penalty", float, "lowers what was generated before, for each time"),
+        ("repetition_penalty", float, "above 1 lowers what the prompt or the output has already"),
     ):
         option, metavar = "--" + name.replace("_", "-"), "N" if kind is int else "X"
         group.add_argument(option, type=kind, metavar=metavar, help=meaning)
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end the output before this; repeatable"
+    )
+    group.add_argument(
+        "--bad-word",
+        action="append",
+        dest="bad_words",
+        metavar="TEXT",
+        help="never generate this; repeatable",
     )
     group.add_argument(
         "--ignore-eos",

@@ -13,7 +13,8 @@ from cbrs.sampling_params import SamplingParams
 
 Messages = list[dict[str, str]]
 
-_SAMPLING_KEYS = frozenset(item.name for item in fields(SamplingParams))
+# `output_kind` says how results come back, which is not for a line of a file to decide.
+_SAMPLING_KEYS = frozenset(item.name for item in fields(SamplingParams)) - {"output_kind"}
 _KEYS = _SAMPLING_KEYS | {"prompt", "messages", "id"}
 
 

@@ -38,6 +38,8 @@ class Ragged:
 
     def clear(self, rows: npt.NDArray[np.integer[Any]]) -> None:
         """Empty `rows` and give up their place."""
+        # The columns may shrink before the row is used again: no place may stay outside of them.
+        self.start[rows] = 0
         self.length[rows] = 0
         self._capacity[rows] = 0
 

@@ -82,6 +82,14 @@ pub enum Error {
         /// The limit.
         limit: usize,
     },
+    /// A parameter lacks what it needs.
+    #[error("{name} {reason}")]
+    UnusableParameter {
+        /// Name of the parameter.
+        name: &'static str,
+        /// What it needs, and what to give instead.
+        reason: &'static str,
+    },
     /// A parameter that this version does not implement was given a value.
     #[error("{name} is not supported by this version; leave it unset")]
     Unsupported {

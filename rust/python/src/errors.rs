@@ -92,6 +92,7 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         | Error::InvalidParameter { .. }
         | Error::InvalidLength { .. }
         | Error::TooManyEntries { .. }
+        | Error::UnusableParameter { .. }
         | Error::Unsupported { .. }
         | Error::BlockNotHeld { .. }
         | Error::Tokenizer { .. }
@@ -112,6 +113,7 @@ fn param(error: &Error) -> Option<&'static str> {
         | Error::InvalidParameter { name, .. }
         | Error::InvalidLength { name, .. }
         | Error::TooManyEntries { name, .. }
+        | Error::UnusableParameter { name, .. }
         | Error::Unsupported { name } => Some(name),
         Error::ChatTemplate { .. } => Some("messages"),
         _ => None,

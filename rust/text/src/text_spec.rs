@@ -46,18 +46,18 @@ impl TextSpec {
     /// Refuses what needs a text that there is not.
     ///
     /// # Errors
-    /// `Tokenizer` for stop strings or banned strings without a tokenizer, and for stop strings without a text;
+    /// `UnusableParameter` for stop strings or banned strings without a tokenizer, and for stop strings without a text;
     /// `TooManyEntries` and `InvalidLength` for banned strings out of bounds.
     pub(crate) fn validate(&self, has_tokenizer: bool) -> Result<()> {
-        let refused = |message: &str| Err(Error::Tokenizer { message: message.to_owned() });
+        let refused = |name, reason| Err(Error::UnusableParameter { name, reason });
         if !self.stops.is_empty() && !has_tokenizer {
-            return refused("stop strings need a tokenizer; use stop_token_ids");
+            return refused("stop", "needs a tokenizer; use stop_token_ids");
         }
         if !self.stops.is_empty() && !self.detokenize {
-            return refused("stop strings need the text that detokenize=False leaves out; use stop_token_ids");
+            return refused("stop", "needs the text that detokenize=False leaves out; use stop_token_ids");
         }
         if !self.bad_words.is_empty() && !has_tokenizer {
-            return refused("bad_words need a tokenizer; use bad_words_token_ids");
+            return refused("bad_words", "needs a tokenizer; use bad_words_token_ids or logit_bias");
         }
         if self.bad_words.len() > MAX_BAD_WORDS {
             let len = self.bad_words.len();

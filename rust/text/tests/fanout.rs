@@ -227,7 +227,7 @@ fn stop_strings_without_a_tokenizer_are_refused() {
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
     let error =
         processor.submit(RequestSpec::new(vec![1]), &stopping(&["x"]), recipient(0), 0).unwrap_err().to_string();
-    assert!(error.contains("stop strings need a tokenizer"), "{error}");
+    assert!(error.contains("stop needs a tokenizer"), "{error}");
     let error = processor.submit_text("x", RequestSpec::default(), &TextSpec::default(), recipient(0), 0).unwrap_err();
     assert!(error.to_string().contains("a text needs a tokenizer"), "{error}");
     assert_eq!(processor.num_live(), 0);
@@ -413,7 +413,7 @@ fn bad_words_out_of_bounds_are_refused_with_the_numbers() {
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
     let text = TextSpec { bad_words: vec!["x".to_owned()], ..TextSpec::default() };
     let error = processor.submit(RequestSpec::new(vec![1]), &text, recipient(0), 0).unwrap_err().to_string();
-    assert!(error.contains("bad_words need a tokenizer; use bad_words_token_ids"), "{error}");
+    assert!(error.contains("bad_words needs a tokenizer; use bad_words_token_ids"), "{error}");
 }
 
 #[test]
