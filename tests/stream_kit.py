@@ -19,6 +19,12 @@ def byte_ids(text):
     return [2 + byte for byte in (text if isinstance(text, bytes) else text.encode())]
 
 
+def logprobs_of(tokens):
+    ids = np.array(tokens, np.int32)
+    values = np.stack([-ids.astype(np.float32), np.full(len(ids), -9, np.float32)], axis=1)
+    return np.stack([ids, np.full_like(ids, 7)], axis=1), values, ids + 1
+
+
 class Rig:
     """A scheduler whose model says `script`, by output position, to every request."""
 
@@ -42,17 +48,15 @@ class Rig:
 
     def step(self):
         """Answers the batch; the logprob of token t is -t, and -9 that of token 7 beside it."""
-        positions = self.batch.sample_positions
-        tokens = np.array([self.script[i % len(self.script)] for i in positions], np.int32)
-        others = np.full_like(tokens, 7)
-        logprobs = (
-            np.stack([tokens, others], axis=1),
-            np.stack([-tokens.astype(np.float32), np.full(len(tokens), -9, np.float32)], axis=1),
-            tokens + 1,
+        batch = self.batch
+        tokens = [self.script[i % len(self.script)] for i in batch.sample_positions]
+        result = StepResult(
+            batch.step_id,
+            tokens,
+            logprobs=logprobs_of(tokens),
+            prompt_logprobs=logprobs_of(batch.prompt_target_ids),
         )
-        self.batch = self.scheduler.step(
-            StepResult(self.batch.step_id, tokens, logprobs=logprobs) if len(tokens) else None
-        )
+        self.batch = self.scheduler.step(result)
         return self.batch.num_seqs > 0
 
     def run(self, num_requests=1):

@@ -107,6 +107,34 @@ def test_updates_joined_are_the_result_also_with_logprobs():
     assert "choice=0" in repr(updates[0])
 
 
+def test_logprobs_of_a_chunked_prompt_come_with_the_first_update_and_in_the_result():
+    rig = Rig(byte_ids("ab"), max_num_batched_tokens=16)
+    prompt = [10 + number for number in range(40)]
+    rig.submit(prompt=prompt, prompt_logprobs=1, max_tokens=2)
+    first, second = rig.run()
+    assert second.prompt_logprobs is None
+    rig.processor.submit(prompt, index=1, prompt_logprobs=1, max_tokens=2)
+    rig.settle()
+    (result,) = rig.processor.take_finished()
+    for logprobs in (first.prompt_logprobs, result.prompt_logprobs):
+        assert len(logprobs) == 39
+        assert logprobs.token_ids.tolist() == [i for token in prompt[1:] for i in (token, 7)]
+        assert logprobs.values[::2].tolist() == [-token for token in prompt[1:]]
+        assert logprobs.ranks.tolist() == [token + 1 for token in prompt[1:]]
+    assert first.logprobs is None
+
+
+def test_each_choice_is_streamed_to_its_own_end():
+    rig = Rig(byte_ids("abcdef"))
+    rig.submit(n=6, max_tokens=4, index=5)
+    updates = rig.run()
+    for choice in range(6):
+        own = [update for update in updates if update.choice == choice]
+        assert text_of(own) == "abcd"
+        assert [update.finish_reason for update in own] == [None, None, None, "length"]
+    assert [update.is_last for update in updates] == [False] * 23 + [True]
+
+
 def test_one_wake_up_announces_everything_that_is_unread():
     rig = Rig(byte_ids("abcdefgh"))
     for index in range(4):
