@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from scheduler_kit import make_scheduler
 
-from cbrs import SamplingParams
 from cbrs.errors import InvalidRequestError, ModelLoadError
 from cbrs.loading import load_model
 
@@ -35,40 +34,6 @@ def test_b01_prompt_logprobs_are_refused_with_and_without_a_prefix_hit():
     assert scheduler.step(np.array([5], dtype=np.int32)).num_seqs == 0
     assert scheduler.stats()["num_cached_blocks"] > 0, "the prompt is now in the cache"
     assert_refused(scheduler, "prompt_logprobs", 1)
-
-
-def test_d18_logprobs_are_refused():
-    for count in (0, 1, 20):
-        assert_refused(make_scheduler(), "logprobs", count)
-
-
-def test_g07_min_tokens_is_refused_with_several_end_tokens():
-    assert_refused(make_scheduler(eos_token_ids=(1, 2)), "min_tokens", 5)
-
-
-def test_g08_min_tokens_with_stop_tokens_or_a_stop_string_is_refused():
-    assert_refused(make_scheduler(), "min_tokens", 8, stop_token_ids=[10])
-    with pytest.raises(TypeError, match="min_tokens"):
-        SamplingParams(stop="\n", min_tokens=8)
-
-
-@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_g15_penalties_are_refused_whatever_the_prompt_repeats(name):
-    assert_refused(make_scheduler(), name, 1.5)
-
-
-@pytest.mark.parametrize("value", [1.0, 1.3])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"policy": "static"}, {"max_prefill_chunk_tokens": 4}, {"enable_prefix_caching": False}],
-)
-def test_g18_repetition_penalty_is_refused_in_every_mode(options, value):
-    assert_refused(make_scheduler(**options), "repetition_penalty", value)
-
-
-def test_g27_logit_bias_is_refused_whatever_the_type_of_the_model():
-    # The scheduler takes requests for models of every type, so one refusal covers them all.
-    assert_refused(make_scheduler(), "logit_bias", {3: 100.0})
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.attn.v_scale"])

@@ -59,8 +59,27 @@ def test_prompts_may_be_any_integers_and_nothing_else():
         ({"seed": 2**64}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
         ({"n": 2}, "n"),
-        ({"min_tokens": 3}, "min_tokens"),
-        ({"logit_bias": {1: 5.0}}, "logit_bias"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 2**40}, "min_tokens"),
+        ({"presence_penalty": 2.01}, "presence_penalty"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"frequency_penalty": -2.01}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"logit_bias": {VOCAB_SIZE: 5.0}}, "logit_bias"),
+        ({"logit_bias": {-1: 5.0}}, "logit_bias"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"bad_words_token_ids": [[1], []]}, "bad_words"),
+        ({"bad_words_token_ids": [[VOCAB_SIZE]]}, "bad_words"),
+        ({"bad_words_token_ids": [[1] * 257]}, "bad_words"),
+        ({"bad_words_token_ids": [[1]] * 1025}, "bad_words"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"priority": "batch"}, "priority"),
     ],
 )
@@ -150,7 +169,7 @@ def test_a_result_that_does_not_fit_changes_nothing():
 
 
 def test_values_of_later_versions_are_refused():
-    for name in ("logprobs", "prompt_logprobs", "draft_token_ids", "step_time_ns"):
+    for name in ("draft_token_ids", "step_time_ns"):
         with pytest.raises(InvalidRequestError, match=name):
             StepResult(1, [1], **{name: [1]})
     with pytest.raises(TypeError, match="tempreature"):
@@ -238,3 +257,23 @@ def test_row_errors_may_be_a_numpy_mask():
     result = StepResult(batch.step_id, [0], row_error=np.isnan(logits).any(axis=-1))
     outputs = scheduler.step(result).outputs
     assert (outputs.request_ids.tolist(), outputs.finish_reason(0)) == ([request], "error")
+
+
+def test_log_probabilities_must_come_where_they_are_wanted_and_wide_enough():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_tokens=2, logprobs=2)
+    batch = scheduler.step()
+
+    def matrix(rows=1, columns=3, ranks=1):
+        ids = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+        return ids, np.zeros((rows, columns), np.float32), np.ones(ranks, np.int32)
+
+    for wrong in (None, matrix(columns=2), matrix(rows=2), matrix(ranks=2)):
+        with pytest.raises(StepError, match="logprobs"):
+            scheduler.step(StepResult(batch.step_id, [5], logprobs=wrong))
+    for wrong in (5, [1, 2], (np.zeros(3, np.int32),) * 3):
+        with pytest.raises((TypeError, BufferError)):
+            StepResult(batch.step_id, [5], logprobs=wrong)
+    outputs = scheduler.step(StepResult(batch.step_id, [5], logprobs=matrix(columns=9))).outputs
+    assert outputs.logprobs.token_ids.tolist() == [0, 1, 2]
+    assert outputs.logprob_events.tolist() == [0]

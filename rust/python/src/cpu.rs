@@ -311,6 +311,9 @@ fn write<'py, T: Element, D: Dimension>(
     name: &str,
 ) -> PyResult<PyReadwriteArray<'py, T, D>> {
     let array = cast::<T, D>(array, name)?;
+    if !array.is_c_contiguous() {
+        return Err(not_contiguous(name));
+    }
     array.try_readwrite().map_err(|error| value_error(format!("{name}: {error}")))
 }
 
@@ -318,7 +321,9 @@ pub(crate) fn slice<'a, T: Element, D: Dimension>(
     array: &'a PyReadonlyArray<'_, T, D>,
     name: &str,
 ) -> PyResult<&'a [T]> {
-    array.as_slice().map_err(|_| not_contiguous(name))
+    // `as_slice` takes Fortran's order as well.
+    let slice = array.is_c_contiguous().then(|| array.as_slice().ok()).flatten();
+    slice.ok_or_else(|| not_contiguous(name))
 }
 
 fn layout(key_cache: &[usize], value_cache: &[usize]) -> PyResult<CacheLayout> {

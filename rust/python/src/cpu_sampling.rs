@@ -99,7 +99,7 @@ pub(crate) fn sample<'py>(
             None => None,
         },
     };
-    let (mut tokens, mut errors) = (vec![0; input.rows.len()], vec![0; input.rows.len()]);
+    let (mut tokens, mut errors) = (vec![0; input.logits.index.len()], vec![0; input.logits.index.len()]);
     let args = SampleArgs { tokens: &mut tokens, errors: &mut errors, input };
     py.detach(|| kernels.sample(args)).map_err(value_error)?;
     Ok((PyArray1::from_vec(py, tokens), PyArray1::from_vec(py, errors)))
@@ -118,7 +118,7 @@ pub(crate) fn logprobs<'py>(
     let most = num_logprobs.iter().copied().max().unwrap_or(0);
     // Bounds the memory that a wrong count could ask for.
     let columns = 1 + usize::try_from(most).unwrap_or(0).min(logits.vocab_size.max(MAX_COLUMNS));
-    let num_tokens = targets.len();
+    let num_tokens = logits.index.len();
     let mut token_ids = vec![0; num_tokens * columns];
     let mut values = vec![0.0; num_tokens * columns];
     let mut ranks = vec![0; num_tokens];

@@ -25,23 +25,24 @@ pub(super) struct Bounds {
 /// Sums of weights by size.
 #[derive(Debug, Default)]
 pub(super) struct Histogram {
-    bins: Vec<f64>,
+    bins: Option<Box<[f64; NUM_BINS]>>,
 }
 
 impl Histogram {
     /// Bounds the fewest largest weights whose sum reaches `target`; what is below `least` is certainly not among them.
     #[inline(always)]
     pub(super) fn bounds(&mut self, weights: &Weights, least: f64, target: f64) -> Bounds {
-        self.bins.clear();
-        self.bins.resize(NUM_BINS, 0.0);
+        let bins = self.bins.get_or_insert_with(|| Box::new([0.0; NUM_BINS]));
+        bins.fill(0.0);
         for (block, largest) in weights.all.chunks(BLOCK).zip(&weights.block_largest) {
             if *largest >= least {
-                block.iter().filter(|weight| **weight >= least).for_each(|weight| self.bins[bin(*weight)] += weight);
+                // What is below `least` does no harm: whether to leave it out would be guessed wrong too often.
+                block.iter().for_each(|weight| bins[bin(*weight)] += weight);
             }
         }
         let mut bounds = Bounds { certain: f64::INFINITY, floor: least };
         let mut mass = 0.0;
-        for (bin, sum) in self.bins.iter().enumerate() {
+        for (bin, sum) in bins.iter().enumerate() {
             if mass < target * (1.0 - ROUNDING) {
                 bounds.certain = above(bin);
             }
