@@ -499,9 +499,8 @@ class StepResult:
 class Scheduler:
     """Decides which tokens of which requests run together, once per iteration.
 
-    `submit`, `cancel`, `finish`, `close` and `stats` may be called from any thread, `step` and
-    `fail` from
-    one at a time.
+    `submit`, `cancel`, `finish`, `pause`, `resume`, `close` and `stats` may be called from any
+    thread, `step` and `fail` from one at a time.
     """
 
     def __new__(cls, config: SchedulerConfig) -> Scheduler: ...
@@ -557,6 +556,15 @@ class Scheduler:
         """Time on the scheduler's clock, in nanoseconds."""
     def close(self) -> None:
         """Refuses further requests; the next `step` ends every live one as `cancelled`."""
+    def pause(self) -> None:
+        """Starts no request from the next step on; what has started goes on, with all its choices.
+
+        Requests are still accepted, and wait.
+        """
+    def resume(self) -> None:
+        """Lets requests start again after `pause()`."""
+    def is_paused(self) -> bool:
+        """Whether `pause()` was called, and `resume()` not since."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges by name. Never waits for a step."""
     def reset_prefix_cache(self) -> None:

@@ -71,8 +71,9 @@ pub struct Batch {
 
 impl Batch {
     /// A batch whose arrays never grow past these limits.
-    pub(crate) fn with_capacity(max_num_seqs: usize, max_num_tokens: usize) -> Self {
+    pub(crate) fn with_capacity(max_num_seqs: usize, max_num_tokens: usize, max_prompt_logits: usize) -> Self {
         let samples = max_num_seqs.min(max_num_tokens);
+        let prompt_logits = max_prompt_logits.min(max_num_tokens);
         Self {
             token_ids: Vec::with_capacity(max_num_tokens),
             positions: Vec::with_capacity(max_num_tokens),
@@ -82,11 +83,15 @@ impl Batch {
             row_ids: Vec::with_capacity(samples),
             request_ids: Vec::with_capacity(samples),
             choice_ids: Vec::with_capacity(samples),
-            logits_index: Vec::with_capacity(samples),
+            logits_index: Vec::with_capacity(samples + prompt_logits),
             sample_index: Vec::with_capacity(samples),
             sample_rows: Vec::with_capacity(samples),
             sample_positions: Vec::with_capacity(samples),
             sample_choices: Vec::with_capacity(samples),
+            prompt_logits_index: Vec::with_capacity(prompt_logits),
+            prompt_target_ids: Vec::with_capacity(prompt_logits),
+            prompt_rows: Vec::with_capacity(prompt_logits),
+            num_prompt_logprobs: Vec::with_capacity(prompt_logits),
             new_row_tables: NewRowTables::new(),
             new_rows: Vec::with_capacity(max_num_seqs),
             freed_rows: Vec::with_capacity(max_num_seqs),

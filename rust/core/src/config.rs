@@ -3,6 +3,9 @@
 use crate::error::{Error, Result};
 use crate::request::MAX_STOP_TOKEN_IDS;
 
+/// Rows of logits that one step computes at most for prompt log-probabilities: with a vocabulary of 2^17 ids they are 256 MiB in fp32.
+pub const MAX_PROMPT_LOGITS: usize = 512;
+
 /// Which requests run together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
@@ -78,6 +81,9 @@ pub struct SchedulerConfig {
     pub seed: u64,
     /// Key of the prefix hash. Hits are verified by content, so it never changes a result.
     pub hash_seed: u64,
+    /// Rows of logits that one step may compute for prompt log-probabilities; chunks are shortened to that.
+    #[doc(hidden)]
+    pub max_prompt_logits: usize,
     /// For tests: give all blocks the same hash, so that only the comparison of contents tells them apart.
     #[doc(hidden)]
     pub collide_hashes: bool,
@@ -100,6 +106,7 @@ impl Default for SchedulerConfig {
             policy: Policy::Fcfs,
             seed: 0,
             hash_seed: 0,
+            max_prompt_logits: MAX_PROMPT_LOGITS,
             collide_hashes: false,
         }
     }
@@ -122,6 +129,7 @@ impl SchedulerConfig {
             1 << 28,
             "in 2..=268435456 (a prompt token and an output token)",
         )?;
+        check("max_prompt_logits", self.max_prompt_logits, 1, MAX_PROMPT_LOGITS, "in 1..=512")?;
         check("queue_capacity", self.queue_capacity, 1, 1 << 24, "in 1..=16777216")?;
         if let Some(chunk) = self.max_prefill_chunk_tokens {
             check("max_prefill_chunk_tokens", chunk, 1, 1 << 24, "in 1..=16777216")?;

@@ -15,6 +15,8 @@ pub struct Stats {
     pub num_used_blocks: u64,
     /// Prompt tokens of the requests that have not started.
     pub num_queued_tokens: u64,
+    /// 1 while no request may start.
+    pub is_paused: u64,
     /// Plans that scheduled something.
     pub num_steps: u64,
     /// Query tokens scheduled, recomputed ones included.
@@ -45,7 +47,7 @@ pub struct Stats {
 
 impl Stats {
     /// Every figure with its name, in the order of the fields.
-    pub fn entries(&self) -> [(&'static str, u64); 19] {
+    pub fn entries(&self) -> [(&'static str, u64); 20] {
         [
             ("num_running", self.num_running),
             ("num_waiting", self.num_waiting),
@@ -53,6 +55,7 @@ impl Stats {
             ("num_cached_blocks", self.num_cached_blocks),
             ("num_used_blocks", self.num_used_blocks),
             ("num_queued_tokens", self.num_queued_tokens),
+            ("is_paused", self.is_paused),
             ("num_steps", self.num_steps),
             ("num_scheduled_tokens", self.num_scheduled_tokens),
             ("num_accepted_requests", self.num_accepted_requests),

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::admission::AdmissionGate;
@@ -58,6 +58,9 @@ pub(crate) struct Shared {
     /// The last step's snapshot; locked only to copy it.
     pub(crate) stats: Mutex<Stats>,
     num_accepted: AtomicU64,
+    /// Whether requests that have not started must wait, and whether the last plan knew that.
+    is_paused: AtomicBool,
+    is_pause_planned: AtomicBool,
     vocab_size: Option<u32>,
     max_model_len: usize,
     hash_prompts: bool,
@@ -76,6 +79,8 @@ impl Shared {
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
             stats: Mutex::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }),
             num_accepted: AtomicU64::new(0),
+            is_paused: AtomicBool::new(false),
+            is_pause_planned: AtomicBool::new(false),
             vocab_size: config.vocab_size,
             max_model_len: config.max_model_len,
             hash_prompts: config.enable_prefix_caching,
@@ -84,11 +89,23 @@ impl Shared {
 
     /// Whether a step would find something that it did not know of before.
     pub(crate) fn has_news(&self) -> bool {
-        !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed()
+        !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed() || self.is_pause_news()
+    }
+
+    /// Relaxed, here and below: the waker's fences order the flag with a sleeper's look at it, and it carries no data.
+    fn is_pause_news(&self) -> bool {
+        self.is_paused.load(Ordering::Relaxed) != self.is_pause_planned.load(Ordering::Relaxed)
+    }
+
+    /// Whether the plan being made must start no request.
+    pub(crate) fn plan_pause(&self) -> bool {
+        let is_paused = self.is_paused.load(Ordering::Relaxed);
+        self.is_pause_planned.store(is_paused, Ordering::Relaxed);
+        is_paused
     }
 }
 
-/// The face of a scheduler towards other threads: submit, cancel, finish, close, stats. Cheap to clone.
+/// The face of a scheduler towards other threads: submit, cancel, finish, pause, close, stats. Cheap to clone.
 ///
 /// ```
 /// use cbrs_core::{RequestSpec, Scheduler, SchedulerConfig};
@@ -114,9 +131,6 @@ impl Submitter {
             return Err(Error::Closed);
         }
         spec.truncate_prompt(shared.max_model_len)?;
-        if spec.prompt_logprobs.is_some() {
-            return Err(Error::Unsupported { name: "prompt_logprobs" });
-        }
         let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len)?;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u64;
         shared.gate.reserve(num_prompt_tokens)?;
@@ -179,6 +193,26 @@ impl Submitter {
         self.shared.waker.wake();
     }
 
+    /// Starts no request from the next step on; what has started goes on, with all its choices. Requests are still accepted, and wait.
+    pub fn pause(&self) {
+        self.set_paused(true);
+    }
+
+    /// Lets requests start again after `pause`.
+    pub fn resume(&self) {
+        self.set_paused(false);
+    }
+
+    fn set_paused(&self, is_paused: bool) {
+        self.shared.is_paused.store(is_paused, Ordering::Relaxed);
+        self.shared.waker.wake();
+    }
+
+    /// Whether `pause` was called, and `resume` not since.
+    pub fn is_paused(&self) -> bool {
+        self.shared.is_paused.load(Ordering::Relaxed)
+    }
+
     /// Longest prompt plus output of one choice.
     pub fn max_model_len(&self) -> usize {
         self.shared.max_model_len
@@ -202,6 +236,7 @@ impl Submitter {
         stats.num_waiting += shared.gate.queued_requests() as u64;
         stats.num_queued_tokens = shared.gate.queued_tokens();
         stats.num_accepted_requests = shared.num_accepted.load(Ordering::Relaxed);
+        stats.is_paused = u64::from(self.is_paused());
         stats
     }
 }

@@ -26,7 +26,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Decides which tokens of which requests run together, once per iteration.
 ///
-/// `submit`, `cancel`, `finish`, `close` and `stats` may be called from any thread, `step` and `fail` from one at a time.
+/// `submit`, `cancel`, `finish`, `pause`, `resume`, `close` and `stats` may be called from any thread, `step` and `fail` from one at a time.
 #[pyclass(frozen, module = "cbrs", weakref)]
 pub(crate) struct Scheduler {
     core: Mutex<cbrs_core::Scheduler>,
@@ -269,6 +269,21 @@ impl Scheduler {
     /// Refuses further requests; the next `step` ends every live one as `cancelled`, later ones raise `EngineClosedError`.
     fn close(&self) {
         self.submitter.close();
+    }
+
+    /// Starts no request from the next step on; what has started goes on, with all its choices. Requests are still accepted, and wait.
+    fn pause(&self) {
+        self.submitter.pause();
+    }
+
+    /// Lets requests start again after `pause()`.
+    fn resume(&self) {
+        self.submitter.resume();
+    }
+
+    /// Whether `pause()` was called, and `resume()` not since.
+    fn is_paused(&self) -> bool {
+        self.submitter.is_paused()
     }
 
     /// Counters and gauges by name. Never waits for a step.

@@ -5,9 +5,11 @@
 //! 3. Nothing passes a sequence that lacks memory. Only a request that has not started and waits for a block which another one is filling
 //!    right now may be passed, for at most `MAX_DEFERRALS` steps and by at most `MAX_OVERTAKES` requests. Choices that wait for the
 //!    prompt which one of them is computing are not in line yet.
+//! 4. While paused, no request starts; choices of started ones do.
 
 use super::choices::Fork;
 use super::rows::Row;
+use super::sequence::Sequences;
 use super::{Request, Scheduler};
 use crate::block::Parent;
 use crate::row_tables::NewRow;
@@ -26,6 +28,16 @@ enum Waiter {
     Choice { slot: u32 },
 }
 
+impl Waiter {
+    /// Slot of its request.
+    fn slot(self, sequences: &Sequences) -> u32 {
+        match self {
+            Self::Preempted { sequence } => sequences[sequence].request.slot(),
+            Self::Choice { slot } => slot,
+        }
+    }
+}
+
 /// Why a sequence was not admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Refusal {
@@ -37,12 +49,14 @@ enum Refusal {
 
 impl Scheduler {
     /// Admits waiting sequences while rows, blocks and `budget` tokens last, and schedules their first tokens.
-    pub(super) fn admit(&mut self, mut budget: usize) {
+    pub(super) fn admit(&mut self, mut budget: usize, is_paused: bool) {
         let mut growth = None;
         let mut deferred: Vec<u32> = Vec::new();
         let mut cursor = self.first_waiter();
         while let Some(waiter) = cursor {
-            if budget == 0 || self.rows.num_free() == 0 {
+            let slot = waiter.slot(&self.sequences);
+            let is_held_back = self.lacks_prompt_logits(slot) || is_paused && !self.request(slot).is_started();
+            if budget == 0 || self.rows.num_free() == 0 || is_held_back {
                 break;
             }
             let next = self.waiter_after(waiter);
@@ -73,9 +87,12 @@ impl Scheduler {
     }
 
     /// Fills the rows, all of them free, with a fixed group of sequences, whose tokens are then scheduled like those of any running one.
-    pub(super) fn admit_group(&mut self) {
+    pub(super) fn admit_group(&mut self, is_paused: bool) {
         let mut reserve = 0;
         while let Some(waiter) = self.first_waiter().filter(|_| self.rows.num_free() > 0) {
+            if is_paused && !self.request(waiter.slot(&self.sequences)).is_started() {
+                break;
+            }
             let Ok(row) = self.try_admit(waiter, reserve) else {
                 break;
             };
@@ -166,6 +183,10 @@ impl Scheduler {
         let block_size = self.config.block_size;
         self.hits.blocks.clear();
         self.hits.are_published = self.config.enable_prefix_caching;
+        if self.request(waiter.slot(&self.sequences)).num_untold_prompt_logprobs() > 0 {
+            // What is found is not computed, and has no logits.
+            return;
+        }
         let (slot, root, hashes, tokens) = match waiter {
             Waiter::Choice { slot } => {
                 let request = self.requests[slot as usize].as_ref().expect("a listed slot has a request");
@@ -205,7 +226,8 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let request = self.request(slot);
         let index = self.hits.blocks.len();
-        let is_candidate = self.config.enable_prefix_caching && !self.is_static() && !request.is_started();
+        let may_find = self.config.enable_prefix_caching && request.num_untold_prompt_logprobs() == 0;
+        let is_candidate = may_find && !self.is_static() && !request.is_started();
         let is_block_cacheable = index < (request.prompt.len() - 1) / block_size && index < request.prompt_hashes.len();
         let is_patient = request.num_deferrals < MAX_DEFERRALS && request.num_overtaken < MAX_OVERTAKES;
         if !is_candidate || !is_block_cacheable || !is_patient {
@@ -273,6 +295,7 @@ impl Scheduler {
             may_publish: self.hits.are_published,
             is_planned: false,
             is_forked_from: request.fork == (Fork::UnderWay { sequence: index }),
+            wants_prompt_logits: request.num_untold_prompt_logprobs() > 0,
             ignore_eos: request.ignore_eos,
             has_stop_ids: !request.stop_token_ids.is_empty(),
         });

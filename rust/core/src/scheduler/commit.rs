@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Planned, Scheduler};
+use super::{Planned, PromptLogits, Scheduler};
 use crate::batch::StepResult;
 use crate::block::{Parent, Published};
 use crate::error::{Error, Result};
@@ -23,7 +23,10 @@ impl Scheduler {
         let step_id = self.step_id;
         let expected = if self.in_flight { self.batch().num_samples() } else { 0 };
         let Some(result) = result else {
-            return if expected == 0 { Ok(()) } else { Err(Error::MissingResult { step_id, num_samples: expected }) };
+            if expected > 0 {
+                return Err(Error::MissingResult { step_id, num_samples: expected });
+            }
+            return self.check_logprobs(&StepResult::default());
         };
         // The result of a batch without sequences is empty, and may name its step.
         let answers_empty_batch = !self.in_flight && result.token_ids.is_empty();
@@ -61,8 +64,9 @@ impl Scheduler {
         let wanted = || self.planned().filter(|planned| planned.is_sampled).map(|planned| self.num_logprobs(planned));
         let most = if self.in_flight && batch.has_sampling_extras { wanted().max() } else { None };
         check("logprobs", result.logprobs, batch.num_samples(), most.filter(|&most| most >= 0))?;
-        let most = batch.num_prompt_logprobs.iter().copied().max();
-        check("prompt_logprobs", result.prompt_logprobs, batch.num_prompt_logprobs.len(), most)
+        let wanted = if self.in_flight { self.prompt_logits } else { PromptLogits::default() };
+        let most = (wanted.num_rows > 0).then_some(wanted.most_logprobs as i32);
+        check("prompt_logprobs", result.prompt_logprobs, wanted.num_rows, most)
     }
 
     /// Most likely ids that a planned sequence's request wants with its tokens; -1 = nothing.
@@ -101,7 +105,7 @@ impl Scheduler {
         let result = result.copied().unwrap_or_default();
         self.make_room_for_events(self.batch().num_samples());
         let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
-        let mut sample = 0;
+        let (mut sample, mut prompt_row) = (0, 0);
         for &planned in decodes.iter().chain(&chunks) {
             // A sample belongs to a sequence even if the sequence has ended meanwhile.
             let token = planned.is_sampled.then(|| Sample {
@@ -109,16 +113,24 @@ impl Scheduler {
                 error: result.row_error.map_or(0, |row_error| row_error[sample]),
                 index: sample,
             });
-            sample += usize::from(planned.is_sampled);
             if self.rows.holds(planned.row, planned.order) {
-                self.commit_sequence(planned, token, result.logprobs.as_ref());
+                self.commit_sequence(planned, token, prompt_row, &result);
             }
+            sample += usize::from(planned.is_sampled);
+            prompt_row += usize::from(planned.num_prompt_logits);
         }
         (self.decodes, self.chunks) = (decodes, chunks);
         self.close_gaps();
     }
 
-    fn commit_sequence(&mut self, planned: Planned, sample: Option<Sample>, logprobs: Option<&LogprobMatrix<'_>>) {
+    /// Commits a sequence with its sample, if it has one, and what the result says about its prompt from `prompt_row` on.
+    fn commit_sequence(
+        &mut self,
+        planned: Planned,
+        sample: Option<Sample>,
+        prompt_row: usize,
+        result: &StepResult<'_>,
+    ) {
         let row = self.rows.get_mut(planned.row);
         row.is_planned = false;
         row.num_computed_tokens += planned.num_tokens;
@@ -127,13 +139,16 @@ impl Scheduler {
             self.fail_sequence(sequence, &Arc::from(message));
             return;
         }
+        if let (1.., Some(matrix)) = (planned.num_prompt_logits, &result.prompt_logprobs) {
+            self.tell_prompt_logprobs(planned, prompt_row, matrix);
+        }
         self.publish_blocks(planned.row);
         if is_forked_from && sample.is_some() {
             self.fork(planned.row);
         }
         if let Some(sample) = sample {
             let num_logprobs = self.num_logprobs(&planned);
-            if let Some(matrix) = logprobs.filter(|_| num_logprobs >= 0) {
+            if let Some(matrix) = result.logprobs.as_ref().filter(|_| num_logprobs >= 0) {
                 // The next event is that of this token.
                 self.output.logprob_events.push(self.output.len() as i32);
                 self.output.logprobs.push_from(matrix, sample.index, num_logprobs as usize);

@@ -55,6 +55,8 @@ impl Scheduler {
             first_sequence: NONE,
             fork: Fork::Absent,
             pins: Vec::new(),
+            prompt_logprobs: spec.prompt_logprobs,
+            num_told_prompt_logprobs: 0,
             num_deferrals: 0,
             num_overtaken: 0,
         };

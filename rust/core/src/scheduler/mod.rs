@@ -19,6 +19,7 @@ mod filling;
 mod invariants;
 mod plan;
 mod preempt;
+mod prompt_logprobs;
 mod rows;
 mod sequence;
 mod waiting;
@@ -35,6 +36,7 @@ use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
 use choices::Fork;
 use filling::Filling;
+use prompt_logprobs::PromptLogits;
 use rows::Rows;
 pub use rows::SamplingRows;
 use sequence::{Order, Sequences};
@@ -72,6 +74,10 @@ struct Request {
     fork: Fork,
     /// Full blocks of the prompt that wait for them, first to last.
     pins: Vec<BlockId>,
+    /// Most likely ids wanted with each prompt token but the first; absent = nothing.
+    prompt_logprobs: Option<u32>,
+    /// Leading positions of the prompt for which they were told, the first one aside.
+    num_told_prompt_logprobs: u32,
     /// Steps it waited for a block that another sequence was filling.
     num_deferrals: u8,
     /// Later arrivals admitted while it waited so.
@@ -86,6 +92,8 @@ struct Planned {
     order: Order,
     row: u32,
     num_tokens: u32,
+    /// Rows of logits for prompt log-probabilities.
+    num_prompt_logits: u16,
     /// Whether the batch has a sample for it: all known tokens are computed then.
     is_sampled: bool,
 }
@@ -141,6 +149,8 @@ pub struct Scheduler {
     chunks: Vec<Planned>,
     /// Whether the current batch still awaits its result.
     in_flight: bool,
+    /// What the result of this plan must say about prompts.
+    prompt_logits: PromptLogits,
     step_id: u64,
     buffers: [StepBuffers; 2],
     current: usize,
@@ -188,7 +198,7 @@ impl Scheduler {
         let num_slots = shared.slots.capacity();
         // One event for each sequence and one end for each live request in one step; ends of several choices each may need more.
         let buffers = || StepBuffers {
-            batch: Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens),
+            batch: Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits),
             output: StepOutput::with_capacity(num_slots + config.max_num_seqs, config.max_num_seqs),
         };
         Ok(Self {
@@ -204,6 +214,7 @@ impl Scheduler {
             decodes: Vec::with_capacity(config.max_num_seqs),
             chunks: Vec::with_capacity(config.max_num_seqs),
             in_flight: false,
+            prompt_logits: PromptLogits::default(),
             step_id: 0,
             buffers: [buffers(), buffers()],
             current: 0,

@@ -1,6 +1,6 @@
 //! Plan: fill the token budget — decodes first, then chunks of running prompts, then newcomers — and write the batch.
 
-use super::{Planned, Scheduler};
+use super::{Planned, PromptLogits, Scheduler};
 
 impl Scheduler {
     /// Plans the next batch. Each pass takes from the token budget what the one before has left.
@@ -15,16 +15,18 @@ impl Scheduler {
         self.decodes.clear();
         self.chunks.clear();
         self.filling.clear();
+        self.prompt_logits = PromptLogits::default();
         let num_preemptions = self.stats.num_preemptions;
+        let is_paused = self.shared.plan_pause();
         if self.is_static() && self.running.is_empty() {
-            self.admit_group();
+            self.admit_group(is_paused);
         }
         let budget = self.plan_decodes(self.config.max_num_batched_tokens);
         let budget = self.plan_chunks(budget);
         self.close_gaps();
         // After a preemption memory is short: whoever is admitted now would be displaced next.
         if !self.is_static() && self.stats.num_preemptions == num_preemptions {
-            self.admit(budget);
+            self.admit(budget, is_paused);
         }
         self.write_batch();
     }
@@ -78,15 +80,18 @@ impl Scheduler {
         budget
     }
 
-    /// Schedules the next tokens of a row within `budget`; returns how many.
+    /// Schedules the next tokens of a row within `budget`; returns how many, 0 if no logits are left for a prompt that wants them.
     pub(super) fn plan_chunk(&mut self, row: u32, budget: usize) -> usize {
-        let max_chunk_tokens = self.config.max_chunk_tokens();
+        let num_remaining = self.rows.get(row).num_remaining_tokens() as usize;
+        let num_tokens = budget.min(self.config.max_chunk_tokens()).min(num_remaining);
+        let (num_tokens, num_prompt_logits) = self.plan_prompt_logits(row, num_tokens);
+        if num_tokens == 0 {
+            return 0;
+        }
         let state = self.rows.get_mut(row);
-        let num_remaining = state.num_remaining_tokens() as usize;
-        let num_tokens = budget.min(max_chunk_tokens).min(num_remaining);
         state.is_planned = true;
         let is_sampled = num_tokens == num_remaining;
-        let planned = Planned { order: state.order, row, num_tokens: num_tokens as u32, is_sampled };
+        let planned = Planned { order: state.order, row, num_tokens: num_tokens as u32, num_prompt_logits, is_sampled };
         self.note_filling(planned);
         if num_tokens == 1 {
             self.decodes.push(planned);
@@ -137,6 +142,11 @@ impl Scheduler {
         batch.choice_ids.push(choice);
         batch.max_query_len = batch.max_query_len.max(planned.num_tokens as usize);
         batch.max_seq_len = batch.max_seq_len.max(end as usize);
+        if planned.num_prompt_logits > 0 {
+            self.write_prompt_logits(planned);
+        }
+        let row = self.rows.get(planned.row);
+        let batch = &mut self.buffers[self.current].batch;
         if planned.is_sampled {
             batch.sample_index.push(batch.logits_index.len() as i32);
             batch.logits_index.push(batch.token_ids.len() as i32 - 1);

@@ -38,6 +38,8 @@ pub(crate) struct Row {
     pub(crate) is_planned: bool,
     /// Other choices wait for it to compute the prompt.
     pub(crate) is_forked_from: bool,
+    /// Logits of prompt tokens are still wanted.
+    pub(crate) wants_prompt_logits: bool,
     /// EOS does not end it.
     pub(crate) ignore_eos: bool,
     /// Its request has stop ids.

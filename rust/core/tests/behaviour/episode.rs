@@ -6,6 +6,7 @@ use std::sync::Once;
 
 use cbrs_core::{Error, RequestId, Scheduler, SchedulerConfig, Stats, StepResult, Submitter};
 
+use crate::fake;
 use crate::ops::{Mistake, Op, random_config, random_op, request};
 use crate::oracle::{Oracle, Seen, digest};
 use crate::rng::{Rng, mix};
@@ -39,6 +40,8 @@ pub(crate) fn random(seed: u64, num_ops: usize) -> Episode {
             ops.push(op.clone());
             apply(&mut oracle, &op, &mut trace);
         }
+        ops.push(Op::SetPaused(false));
+        apply(&mut oracle, &Op::SetPaused(false), &mut trace);
         while !oracle.is_at_rest() {
             ops.push(Op::Step { errors: 0 });
             apply(&mut oracle, &Op::Step { errors: 0 }, &mut trace);
@@ -104,6 +107,7 @@ pub(crate) fn apply(oracle: &mut Oracle, op: &Op, trace: &mut u64) {
             oracle.finish(choice, *num_tokens, (num_tokens % 2 == 0).then_some("END"));
         }
         Op::ResetPrefixCache => oracle.reset_prefix_cache(),
+        Op::SetPaused(is_paused) => oracle.set_paused(*is_paused),
         Op::Cancel(_) | Op::Finish { .. } => {}
     }
     *trace = mix(*trace ^ digest(oracle.scheduler()));
@@ -112,12 +116,26 @@ pub(crate) fn apply(oracle: &mut Oracle, op: &Op, trace: &mut u64) {
 /// Offers a wrong result, if the batch in flight allows one of this kind.
 fn bad_step(oracle: &mut Oracle, mistake: Mistake) {
     let (step_id, num_samples) = (oracle.batch().step_id, oracle.batch().num_samples());
-    if !oracle.scheduler().is_in_flight() || num_samples == 0 {
+    if !oracle.scheduler().is_in_flight() {
+        return;
+    }
+    if let Mistake::NoPromptLogprobs | Mistake::FewPromptLogprobs = mistake {
+        bad_prompt_logprobs(oracle, mistake == Mistake::FewPromptLogprobs);
+        return;
+    }
+    if num_samples == 0 {
         return;
     }
     let mut tokens = vec![0; num_samples];
+    let logprobs = fake::logprobs(oracle.batch(), oracle.scheduler().sampling(), &tokens);
+    let prompt_logprobs = fake::prompt_logprobs(oracle.batch());
     let starts: Vec<i32> =
         (0..=num_samples as i32).map(|start| start + i32::from(start as usize == num_samples)).collect();
+    let right = StepResult {
+        logprobs: logprobs.as_ref().map(fake::Matrix::lend),
+        prompt_logprobs: prompt_logprobs.as_ref().map(fake::Matrix::lend),
+        ..StepResult::default()
+    };
     let (field, expected, got) = ("token_ids", num_samples, num_samples + 1);
     match mistake {
         Mistake::NoResult => oracle.refuse(None, &Error::MissingResult { step_id, num_samples }),
@@ -134,15 +152,46 @@ fn bad_step(oracle: &mut Oracle, mistake: Mistake) {
             let limit = oracle.model().config.vocab_size.expect("random configurations have a vocabulary");
             let (position, token, vocab_size) = (num_samples - 1, i64::from(limit), i64::from(limit));
             tokens[position] = limit as i32;
-            let result = StepResult { token_ids: &tokens, ..StepResult::default() };
+            let result = StepResult { token_ids: &tokens, ..right };
             oracle.refuse(Some(&result), &Error::ResultToken { step_id, position, token, vocab_size });
         }
+        Mistake::NoLogprobs => bad_logprobs(oracle, &tokens),
+        Mistake::NoPromptLogprobs | Mistake::FewPromptLogprobs => unreachable!("they need no samples"),
         Mistake::Start => {
             let (position, expected) = (num_samples, num_samples as i32);
-            let result = StepResult { token_ids: &tokens, token_start: Some(&starts), ..StepResult::default() };
+            let result = StepResult { token_ids: &tokens, token_start: Some(&starts), ..right };
             oracle.refuse(Some(&result), &Error::ResultTokenStart { position, expected, got: expected + 1 });
         }
     }
+}
+
+/// Offers a result without the log-probabilities of its tokens, if somebody wants them.
+fn bad_logprobs(oracle: &mut Oracle, tokens: &[i32]) {
+    if fake::logprobs(oracle.batch(), oracle.scheduler().sampling(), tokens).is_none() {
+        return;
+    }
+    let (field, step_id, expected, got) = ("logprobs", oracle.batch().step_id, tokens.len(), 0);
+    let result = StepResult { token_ids: tokens, ..StepResult::default() };
+    oracle.refuse(Some(&result), &Error::ResultLength { field, step_id, expected, got });
+}
+
+/// Offers a result that says nothing about prompts, or too little, if somebody wants to know.
+fn bad_prompt_logprobs(oracle: &mut Oracle, has_some: bool) {
+    let Some(matrix) = fake::prompt_logprobs(oracle.batch()) else { return };
+    let tokens = oracle.run_batch();
+    let logprobs = fake::logprobs(oracle.batch(), oracle.scheduler().sampling(), &tokens);
+    let expected = oracle.batch().prompt_rows.len();
+    let matrix = matrix.shortened();
+    let result = StepResult {
+        token_ids: &tokens,
+        logprobs: logprobs.as_ref().map(fake::Matrix::lend),
+        prompt_logprobs: has_some.then(|| matrix.lend()),
+        ..StepResult::default()
+    };
+    let (field, step_id, got) = ("prompt_logprobs", oracle.batch().step_id, if has_some { expected - 1 } else { 0 });
+    // A batch without samples needs a result all the same.
+    let result = (has_some || !tokens.is_empty()).then_some(&result);
+    oracle.refuse(result, &Error::ResultLength { field, step_id, expected, got });
 }
 
 /// The digest of the same operations on a scheduler that nobody watches.
@@ -167,7 +216,9 @@ fn bare_trace(config: &SchedulerConfig, ops: &[Op]) -> u64 {
                 let _ = scheduler.fail(scheduler.batch().step_id, "the device is gone");
             }
             Op::ResetPrefixCache => scheduler.reset_prefix_cache(),
-            Op::Cancel(_) | Op::Finish { .. } | Op::BadStep(_) => bare_control(&submitter, &accepted, op),
+            Op::Cancel(_) | Op::Finish { .. } | Op::SetPaused(_) | Op::BadStep(_) => {
+                bare_control(&submitter, &accepted, op)
+            }
         }
         trace = mix(trace ^ digest(&scheduler));
     }
@@ -184,6 +235,8 @@ fn bare_control(submitter: &Submitter, accepted: &[(RequestId, Vec<Script>)], op
             let (id, scripts) = &accepted[request % accepted.len()];
             submitter.finish(*id, (choice % scripts.len()) as i32, *num_tokens as u32, reason);
         }
+        Op::SetPaused(true) => submitter.pause(),
+        Op::SetPaused(false) => submitter.resume(),
         _ => {}
     }
 }
@@ -197,8 +250,19 @@ fn bare_step(scheduler: &mut Scheduler, accepted: &[(RequestId, Vec<Script>)], e
         tokens = run(scheduler.batch(), script);
     }
     let row_error: Vec<u8> = (0..tokens.len()).map(|index| u8::from(index < 64 && errors >> index & 1 == 1)).collect();
-    let result = StepResult { token_ids: &tokens, row_error: Some(&row_error), ..StepResult::default() };
-    scheduler.step((!tokens.is_empty()).then_some(&result), now_ns).expect("the same result was right before");
+    let batch = scheduler.batch();
+    let in_flight = scheduler.is_in_flight();
+    let logprobs = in_flight.then(|| fake::logprobs(batch, scheduler.sampling(), &tokens)).flatten();
+    let prompt_logprobs = in_flight.then(|| fake::prompt_logprobs(batch)).flatten();
+    let has_answer = !tokens.is_empty() || prompt_logprobs.is_some();
+    let result = StepResult {
+        token_ids: &tokens,
+        row_error: Some(&row_error),
+        logprobs: logprobs.as_ref().map(fake::Matrix::lend),
+        prompt_logprobs: prompt_logprobs.as_ref().map(fake::Matrix::lend),
+        ..StepResult::default()
+    };
+    scheduler.step(has_answer.then_some(&result), now_ns).expect("the same result was right before");
 }
 
 thread_local! {

@@ -9,7 +9,10 @@
 //! | `kv_oracle` | that the fake KV memory really notices what it is there for |
 //! | `cases` | faults that engines of this kind have had, each with the right behaviour |
 //! | `limits` | bounds, at the limit and one above |
+//! | `script`, `fake` | the model and the sampler that the tests run: tokens and log-probabilities known beforehand |
 //! | `choices` | several choices of one prompt, number by number |
+//! | `prompt_logprobs` | log-probabilities of prompts: which logits are asked for, and when they are told |
+//! | `pause` | nothing starts while paused, and who waits for it |
 //! | `textbook` | the examples with which continuous batching is explained, number by number |
 //!
 //! One test binary, so that the oracle is compiled once.
@@ -18,11 +21,14 @@ mod cases;
 mod choices;
 mod episode;
 mod exhaustive;
+mod fake;
 mod kv_oracle;
 mod limits;
 mod model_based;
 mod ops;
 mod oracle;
+mod pause;
+mod prompt_logprobs;
 mod rng;
 mod script;
 mod shrink;

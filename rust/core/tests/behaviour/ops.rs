@@ -20,6 +20,7 @@ pub(crate) enum Op {
     Submit {
         prompt: Vec<i32>,
         n: u32,
+        prompt_logprobs: Option<u32>,
         max_tokens: Option<u64>,
         owner: u8,
         stop: Option<i32>,
@@ -40,6 +41,7 @@ pub(crate) enum Op {
         num_tokens: usize,
     },
     ResetPrefixCache,
+    SetPaused(bool),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -49,6 +51,9 @@ pub(crate) enum Mistake {
     TooLong,
     OutOfVocabulary,
     Start,
+    NoLogprobs,
+    NoPromptLogprobs,
+    FewPromptLogprobs,
 }
 
 /// Number of different (tenant, salt) pairs.
@@ -68,9 +73,10 @@ pub(crate) fn owner(index: u8) -> (Option<Arc<str>>, Option<Arc<str>>) {
 
 /// What a `Submit` asks for.
 pub(crate) fn request(op: &Op) -> Option<(RequestSpec, Script)> {
-    let Op::Submit { prompt, n, max_tokens, owner: index, stop, ignore_eos, script } = op else { return None };
+    let Op::Submit { prompt, n, prompt_logprobs, max_tokens, owner: index, stop, ignore_eos, script } = op else {
+        return None;
+    };
     let (tenant, cache_salt) = owner(*index);
-    let sampling = SamplingSpec { seed: (script % 2 == 0).then_some(*script), ..SamplingSpec::default() };
     let stop_token_ids = stop.iter().copied().collect();
     let (max_tokens, ignore_eos) = (*max_tokens, *ignore_eos);
     let prompt_token_ids = prompt.clone();
@@ -82,11 +88,28 @@ pub(crate) fn request(op: &Op) -> Option<(RequestSpec, Script)> {
         ignore_eos,
         tenant,
         cache_salt,
-        sampling,
+        prompt_logprobs: *prompt_logprobs,
+        sampling: sampling(*script),
+        logit_bias: if (script >> 16).is_multiple_of(8) { vec![(2, -1.0), (0, 2.0)] } else { Vec::new() },
+        bad_words_token_ids: if (script >> 24).is_multiple_of(8) { vec![vec![2], vec![1, 1]] } else { Vec::new() },
         ..RequestSpec::default()
     };
     let vocab_size = 2 + (script % 2) as i32;
     Some((spec, Script::Random { seed: *script, vocab_size, rare: (script % 8 < 5).then_some(EOS) }))
+}
+
+/// Sampling parameters that the script's seed stands for; they do not change its tokens.
+fn sampling(script: u64) -> SamplingSpec {
+    let mut sampling = SamplingSpec { seed: script.is_multiple_of(2).then_some(script), ..SamplingSpec::default() };
+    match script >> 32 & 15 {
+        0 => sampling.presence_penalty = 0.5,
+        1 => sampling.frequency_penalty = -0.5,
+        2 => sampling.repetition_penalty = 1.5,
+        3 => sampling.min_tokens = 1,
+        4..=6 => sampling.logprobs = Some((script >> 36 & 3) as u32),
+        _ => {}
+    }
+    sampling
 }
 
 /// A small configuration: the smaller, the more often everything collides.
@@ -110,6 +133,7 @@ pub(crate) fn random_config(rng: &mut Rng) -> SchedulerConfig {
         policy: if rng.one_in(5) { Policy::Static } else { Policy::Fcfs },
         seed: rng.next(),
         hash_seed: rng.next(),
+        max_prompt_logits: if rng.one_in(2) { rng.within(1, 8) } else { 512 },
         collide_hashes: rng.one_in(4),
     }
 }
@@ -121,14 +145,23 @@ pub(crate) fn random_op(rng: &mut Rng, oracle: &Oracle) -> Op {
     let recent = |rng: &mut Rng| num_requests.saturating_sub(1 + rng.below(8));
     match rng.below(100) {
         0..=24 if num_live < 12 || rng.one_in(8) => random_submit(rng, oracle),
-        0..=89 => Op::Step { errors: if rng.one_in(32) { rng.next() & rng.next() } else { 0 } },
-        90..=92 => Op::Cancel(recent(rng)),
+        0..=87 => Op::Step { errors: if rng.one_in(32) { rng.next() & rng.next() } else { 0 } },
+        88 => Op::SetPaused(rng.one_in(3)),
+        89..=92 => Op::Cancel(recent(rng)),
         93..=95 => Op::Finish { request: recent(rng), choice: rng.below(4), num_tokens: rng.below(4) },
         96 => Op::Fail,
         97 => Op::ResetPrefixCache,
         _ => {
-            let mistakes =
-                [Mistake::NoResult, Mistake::WrongStep, Mistake::TooLong, Mistake::OutOfVocabulary, Mistake::Start];
+            let mistakes = [
+                Mistake::NoResult,
+                Mistake::WrongStep,
+                Mistake::TooLong,
+                Mistake::OutOfVocabulary,
+                Mistake::Start,
+                Mistake::NoLogprobs,
+                Mistake::NoPromptLogprobs,
+                Mistake::FewPromptLogprobs,
+            ];
             Op::BadStep(mistakes[rng.below(mistakes.len())])
         }
     }
@@ -165,7 +198,8 @@ fn random_submit(rng: &mut Rng, oracle: &Oracle) -> Op {
     let owner = if rng.one_in(3) { rng.below(usize::from(NUM_OWNERS)) as u8 } else { 0 };
     let stop = rng.one_in(8).then(|| rng.below(3) as i32);
     let n = if rng.one_in(3) { rng.within(2, 4) as u32 } else { 1 };
-    Op::Submit { prompt, n, max_tokens, owner, stop, ignore_eos: rng.one_in(4), script: rng.next() }
+    let prompt_logprobs = rng.one_in(5).then(|| rng.below(3) as u32);
+    Op::Submit { prompt, n, prompt_logprobs, max_tokens, owner, stop, ignore_eos: rng.one_in(4), script: rng.next() }
 }
 
 /// The same as one of the last requests, which will get the same answer, as two greedy ones do: all their blocks become the same.
@@ -176,7 +210,16 @@ fn twin(rng: &mut Rng, oracle: &Oracle) -> Option<Op> {
     let owner = (0..NUM_OWNERS)
         .find(|&index| owner(index) == (earlier.spec.tenant.clone(), earlier.spec.cache_salt.clone()))?;
     let prompt = earlier.spec.prompt_token_ids.clone();
-    Some(Op::Submit { prompt, n: 1, max_tokens: None, owner, stop: None, ignore_eos: true, script: seed })
+    Some(Op::Submit {
+        prompt,
+        n: 1,
+        prompt_logprobs: None,
+        max_tokens: None,
+        owner,
+        stop: None,
+        ignore_eos: true,
+        script: seed,
+    })
 }
 
 /// The beginning of what an earlier request knows, its output included, as the next turn of a conversation would have.

@@ -50,44 +50,63 @@ pub(crate) fn shrink(ops: &[Op], mut fails: impl FnMut(&[Op]) -> bool) -> Vec<Op
     }
 }
 
+/// The parts of a submission that can be made simpler.
+struct Submit<'a> {
+    prompt: &'a mut Vec<i32>,
+    n: &'a mut u32,
+    prompt_logprobs: &'a mut Option<u32>,
+    max_tokens: &'a mut Option<u64>,
+    owner: &'a mut u8,
+    stop: &'a mut Option<i32>,
+    ignore_eos: &'a mut bool,
+}
+
 /// Operations that do a little less than this one.
 fn simpler(op: &Op) -> Vec<Op> {
     let mut simpler = Vec::new();
     match op {
-        Op::Submit { prompt, n, max_tokens, owner, stop, ignore_eos, script } => {
-            let submit_n = |n, prompt: &[i32], max_tokens, owner, stop, ignore_eos| {
-                let prompt = prompt.to_vec();
-                Op::Submit { prompt, n, max_tokens, owner, stop, ignore_eos, script: *script }
-            };
-            let submit = |prompt: &[i32], max_tokens, owner, stop, ignore_eos| {
-                submit_n(*n, prompt, max_tokens, owner, stop, ignore_eos)
-            };
-            for fewer in [1, n - 1] {
-                if fewer > 0 && fewer < *n {
-                    simpler.push(submit_n(fewer, prompt, *max_tokens, *owner, *stop, *ignore_eos));
+        Op::Submit { prompt, n, prompt_logprobs, max_tokens, owner, stop, ignore_eos, .. } => {
+            let with = |change: &dyn Fn(&mut Submit<'_>)| {
+                let mut simpler = op.clone();
+                if let Op::Submit { prompt, n, prompt_logprobs, max_tokens, owner, stop, ignore_eos, .. } = &mut simpler
+                {
+                    change(&mut Submit { prompt, n, prompt_logprobs, max_tokens, owner, stop, ignore_eos });
                 }
+                simpler
+            };
+            let shorter = [prompt.len() / 2, prompt.len().saturating_sub(1)];
+            for len in shorter.into_iter().filter(|&len| len > 0 && len < prompt.len()) {
+                simpler.push(with(&|submit| submit.prompt.truncate(len)));
             }
-            for len in [prompt.len() / 2, prompt.len().saturating_sub(1)] {
-                if len > 0 && len < prompt.len() {
-                    simpler.push(submit(&prompt[..len], *max_tokens, *owner, *stop, *ignore_eos));
-                }
+            for fewer in [1, *n - 1].into_iter().filter(|fewer| (1..*n).contains(fewer)) {
+                simpler.push(with(&|submit| *submit.n = fewer));
             }
+            let max_tokens = *max_tokens;
             for fewer in
                 [max_tokens.map(|tokens| tokens / 2), max_tokens.map(|tokens| tokens.saturating_sub(1)), Some(1)]
             {
-                if fewer < *max_tokens && fewer > Some(0) || max_tokens.is_none() && fewer.is_some() {
-                    simpler.push(submit(prompt, fewer, *owner, *stop, *ignore_eos));
+                if fewer < max_tokens && fewer > Some(0) || max_tokens.is_none() && fewer.is_some() {
+                    simpler.push(with(&|submit| *submit.max_tokens = fewer));
                 }
             }
-            if *owner != 0 || stop.is_some() || !ignore_eos {
-                simpler.push(submit(prompt, *max_tokens, 0, *stop, *ignore_eos));
-                simpler.push(submit(prompt, *max_tokens, *owner, None, *ignore_eos));
-                simpler.push(submit(prompt, *max_tokens, *owner, *stop, true));
+            if prompt_logprobs.is_some() {
+                simpler.push(with(&|submit| *submit.prompt_logprobs = None));
+            }
+            if *owner != 0 {
+                simpler.push(with(&|submit| *submit.owner = 0));
+            }
+            if stop.is_some() {
+                simpler.push(with(&|submit| *submit.stop = None));
+            }
+            if !ignore_eos {
+                simpler.push(with(&|submit| *submit.ignore_eos = true));
             }
         }
         Op::Step { errors } if *errors != 0 => simpler.push(Op::Step { errors: 0 }),
-        Op::Finish { request, choice, num_tokens } if *num_tokens + *choice > 0 => {
+        Op::Finish { request, choice, num_tokens } if *num_tokens > 0 => {
             simpler.push(Op::Finish { request: *request, choice: *choice, num_tokens: 0 });
+        }
+        Op::Finish { request, choice: 1.., num_tokens } => {
             simpler.push(Op::Finish { request: *request, choice: 0, num_tokens: *num_tokens });
         }
         _ => {}

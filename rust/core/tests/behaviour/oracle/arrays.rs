@@ -24,9 +24,14 @@ impl Model {
             self.flight.push(flying);
         }
         assert_eq!(token, batch.token_ids.len(), "tokens belong to no sequence");
-        let lens =
-            [batch.sample_index.len(), batch.sample_rows.len(), batch.sample_positions.len(), batch.logits_index.len()];
+        let lens = [
+            batch.sample_index.len(),
+            batch.sample_rows.len(),
+            batch.sample_positions.len(),
+            batch.sample_choices.len(),
+        ];
         assert_eq!(lens, [samples; 4], "a sample belongs to no finished sequence");
+        self.check_prompt_logits(scheduler);
         self.check_scalars(scheduler);
     }
 
@@ -51,15 +56,17 @@ impl Model {
         }
         let is_sampled = end == tracked.tokens.len();
         if is_sampled {
-            let told = (batch.sample_rows[samples], batch.sample_positions[samples], batch.sample_index[samples]);
-            let wanted = (row as i32, tracked.num_output() as i32, samples as i32);
+            let told = (batch.sample_rows[samples], batch.sample_positions[samples]);
+            let wanted = (row as i32, tracked.num_output() as i32);
             assert_eq!(batch.sample_choices[samples] as usize, tracked.number, "choice {choice}: of its sample");
-            assert_eq!(told, wanted, "choice {choice}: (row, output position, logits) of its sample");
-            assert_eq!(batch.logits_index[samples] as usize, token + end - start - 1, "the logits of its last token");
+            assert_eq!(told, wanted, "choice {choice}: (row, output position) of its sample");
+            let logits = batch.logits_index[batch.sample_index[samples] as usize] as usize;
+            assert_eq!(logits, token + end - start - 1, "the logits of its last token");
         } else {
             assert!(!batch.sample_rows.contains(&(row as i32)), "choice {choice} is sampled before its last token");
         }
-        Flying { choice, row, start, end, sample: is_sampled.then_some(samples) }
+        let prompt_logits = self.wanted_logits(choice, start, end);
+        Flying { choice, row, start, end, prompt_logits, sample: is_sampled.then_some(samples) }
     }
 
     fn check_scalars(&mut self, scheduler: &Scheduler) {

@@ -32,6 +32,7 @@ impl Model {
                 self.request_of(index).choices.len(),
                 usize::from(self.request_of(index).leader == Some(index)),
                 usize::from(self.request_of(index).is_forked),
+                self.num_untold(index),
                 usize::from(index < self.left_out) + 2 * usize::from(index == self.left_out),
             ];
             state.add_all(counts.into_iter().map(|count| count as u64));
@@ -41,6 +42,7 @@ impl Model {
             let pins = &self.request_of(index).pins;
             state.add_all(pins.iter().map(|&block| name(&mut names, block)));
         }
+        state.add(u64::from(self.is_paused));
         self.add_traffic(&mut state);
         let pool = scheduler.pool();
         for block in pool.eviction_order() {

@@ -19,11 +19,13 @@ pub(crate) struct Request {
     /// The prompt is computed, and its blocks are pinned.
     pub(crate) is_forked: bool,
     pub(crate) pins: Vec<i32>,
+    /// Prompt tokens, the first one aside, whose log-probabilities were told.
+    pub(crate) num_told: usize,
 }
 
 impl Request {
     pub(crate) fn new(id: RequestId, choices: Range<usize>) -> Self {
-        Self { id, choices, is_started: false, leader: None, is_forked: false, pins: Vec::new() }
+        Self { id, choices, is_started: false, leader: None, is_forked: false, pins: Vec::new(), num_told: 0 }
     }
 }
 
@@ -51,12 +53,13 @@ impl Model {
     }
 
     /// Choices without a row in the order in which they may be admitted: preempted ones first, then those of started requests, then
-    /// requests that have not started; each by arrival. Who waits for a prompt under way is not in line.
+    /// requests that have not started, unless these are paused; each by arrival. Who waits for a prompt under way is not in line.
     pub(crate) fn waiting(&self) -> Vec<usize> {
         let is_preempted = |&index: &usize| self.choices[index].is_started && self.choices[index].row.is_none();
         let mut waiting: Vec<usize> = self.live.iter().copied().filter(is_preempted).collect();
         let requests = self.live_requests();
-        for is_started in [true, false] {
+        let may_start: &[bool] = if self.is_paused { &[true] } else { &[true, false] };
+        for &is_started in may_start {
             for &request in requests.iter().filter(|&&request| self.requests[request].is_started == is_started) {
                 let Request { leader, is_forked, .. } = self.requests[request];
                 let num_in_line = match leader {
@@ -117,6 +120,10 @@ impl Model {
     /// Blocks of a choice that are computed before it is admitted, and whether they are published: cached ones, or pinned if these are more.
     pub(crate) fn found_blocks(&self, index: usize) -> (Vec<i32>, bool) {
         let (choice, block_size) = (&self.choices[index], self.config.block_size);
+        if self.num_untold(index) > 0 {
+            // What is found has no logits.
+            return (Vec::new(), self.caches());
+        }
         let num_hits = if self.caches() { self.cache.hits(choice, block_size) } else { 0 };
         let pins = &self.request_of(index).pins;
         if pins.len() > num_hits {

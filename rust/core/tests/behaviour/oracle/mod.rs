@@ -7,17 +7,20 @@ mod arrays;
 mod cache;
 mod fingerprint;
 mod forks;
+mod logprobs;
 mod memory;
 mod model;
 mod order;
 mod plan;
 mod requests;
+mod tables;
 mod trace;
 
 use std::sync::Arc;
 
 use cbrs_core::{Batch, Error, FinishReason, RequestSpec, Scheduler, SchedulerConfig, StepResult, Submitter};
 
+use crate::fake;
 use crate::script::{Script, run};
 pub(crate) use memory::Memory;
 pub(crate) use model::{Model, Seen};
@@ -98,12 +101,23 @@ impl Oracle {
         self.now_ns += 1;
         self.model.apply_controls();
         self.model.commit(tokens, errors);
-        let step_id = Some(self.scheduler.batch().step_id).filter(|_| self.scheduler.is_in_flight());
-        let row_error = errors.iter().any(|&error| error != 0).then_some(errors);
-        let result = StepResult { step_id, token_ids: tokens, row_error, ..StepResult::default() };
-        self.scheduler.step((!tokens.is_empty()).then_some(&result), self.now_ns).expect("the result is right");
+        let batch = self.scheduler.batch();
+        let in_flight = self.scheduler.is_in_flight();
+        let logprobs = in_flight.then(|| fake::logprobs(batch, self.scheduler.sampling(), tokens)).flatten();
+        let prompt_logprobs = in_flight.then(|| fake::prompt_logprobs(batch)).flatten();
+        let has_answer = !tokens.is_empty() || prompt_logprobs.is_some();
+        let result = StepResult {
+            step_id: in_flight.then_some(batch.step_id),
+            token_ids: tokens,
+            row_error: errors.iter().any(|&error| error != 0).then_some(errors),
+            logprobs: logprobs.as_ref().map(fake::Matrix::lend),
+            prompt_logprobs: prompt_logprobs.as_ref().map(fake::Matrix::lend),
+            ..StepResult::default()
+        };
+        self.scheduler.step(has_answer.then_some(&result), self.now_ns).expect("the result is right");
         let output = self.scheduler.output();
         check_events(output, &std::mem::take(&mut self.model.events));
+        self.model.check_told(output);
         assert_eq!((output.step_id, output.time_ns), (self.scheduler.batch().step_id, self.now_ns));
         self.model.check_plan(&self.scheduler);
         self.check();
@@ -169,6 +183,18 @@ impl Oracle {
         self.check();
     }
 
+    /// Lets no request start, or lets them start again.
+    pub(crate) fn set_paused(&mut self, is_paused: bool) {
+        if is_paused {
+            self.submitter.pause();
+        } else {
+            self.submitter.resume();
+        }
+        self.model.is_paused = is_paused;
+        assert_eq!(self.submitter.is_paused(), is_paused);
+        self.check();
+    }
+
     pub(crate) fn reset_prefix_cache(&mut self) {
         self.scheduler.reset_prefix_cache();
         self.model.reset_cache();
@@ -177,6 +203,9 @@ impl Oracle {
 
     /// Steps until nothing is live and checks that everything was given back. Returns the number of steps.
     pub(crate) fn drain(&mut self) -> usize {
+        if self.model.is_paused {
+            self.set_paused(false);
+        }
         for num_steps in 0..MAX_DRAIN_STEPS {
             if self.is_at_rest() {
                 self.scheduler.check_drained();
@@ -242,6 +271,7 @@ impl Oracle {
         let num_under_way = self.model.live.iter().filter(is_under_way).count();
         wanted.num_waiting = (num_queued + num_under_way) as u64 - wanted.num_running;
         wanted.num_queued_tokens = num_queued_tokens;
+        wanted.is_paused = u64::from(self.model.is_paused);
         wanted.num_used_blocks = num_used as u64;
         wanted.num_cached_blocks = num_cached as u64;
         wanted.num_free_blocks = (self.model.config.num_blocks - num_used - num_cached) as u64;

@@ -1,21 +1,25 @@
 //! The model's state, and what controls, results and failures do to it. Plans are not predicted but judged: see `plan.rs`.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use cbrs_core::{Error, FinishReason, RequestId, RequestSpec, SchedulerConfig, Stats};
 
 use super::cache::Cache;
 use super::forks::Request;
+use super::logprobs::Told;
 use super::memory::Memory;
 use super::requests::{Choice, Control, Detail, Event};
 
 /// A sequence of the batch in flight: positions `start..end` of a choice.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Flying {
     pub(crate) choice: usize,
     pub(crate) row: usize,
     pub(crate) start: usize,
     pub(crate) end: usize,
+    /// Positions whose logits are asked for, because of the prompt token after each.
+    pub(crate) prompt_logits: Range<usize>,
     /// Its place among the samples.
     pub(crate) sample: Option<usize>,
 }
@@ -56,6 +60,7 @@ pub(crate) struct Model {
     pub(crate) controls: Vec<Control>,
     /// What the next step must tell.
     pub(crate) events: Vec<Event>,
+    pub(crate) told: Told,
     /// Choice in each row.
     pub(crate) rows: Vec<Option<usize>>,
     /// Rows that lost their sequence since the last plan, in order.
@@ -77,6 +82,7 @@ pub(crate) struct Model {
     pub(crate) step_id: u64,
     pub(crate) counters: Stats,
     pub(crate) is_closed: bool,
+    pub(crate) is_paused: bool,
     /// What has come up, for tests that want to know.
     pub(crate) seen: Seen,
 }
@@ -92,6 +98,13 @@ pub(crate) struct Seen {
     pub(crate) stuck_drops: u64,
     /// Choices that computed the prompt although another had before.
     pub(crate) later_leaders: u64,
+    /// Plans in which a request could have started, but was paused.
+    pub(crate) paused_plans: u64,
+    /// Prompt tokens whose log-probabilities were told, and of these those after which a sequence had to begin anew.
+    pub(crate) prompt_logprobs: u64,
+    pub(crate) resumed_prompt_logprobs: u64,
+    /// Chunks that were shortened because others needed the logits.
+    pub(crate) short_of_logits: u64,
 }
 
 impl Model {
@@ -105,6 +118,7 @@ impl Model {
             by_slot: vec![usize::MAX; config.queue_capacity + config.max_num_seqs],
             controls: Vec::new(),
             events: Vec::new(),
+            told: Told::default(),
             rows: vec![None; config.max_num_seqs],
             freed: Vec::new(),
             tables: Tables::new(config.max_num_seqs, max_blocks),
@@ -119,6 +133,7 @@ impl Model {
             step_id: 0,
             counters: Stats::default(),
             is_closed: false,
+            is_paused: false,
             seen: Seen::default(),
             config,
         }
@@ -227,10 +242,11 @@ impl Model {
             }
             self.choices[flying.choice].computed = flying.end;
             if flying.sample.is_some_and(|sample| errors[sample] != 0) {
-                self.fail_choice(flying, &Detail::Message);
+                self.fail_choice(&flying, &Detail::Message);
                 continue;
             }
-            self.publish(flying);
+            self.tell_prompt(&flying);
+            self.publish(&flying);
             if let Some(sample) = flying.sample {
                 self.fork(flying.choice, flying.row);
                 self.deliver(flying.choice, tokens[sample]);
@@ -238,7 +254,7 @@ impl Model {
         }
     }
 
-    fn publish(&mut self, flying: Flying) {
+    fn publish(&mut self, flying: &Flying) {
         let choice = &mut self.choices[flying.choice];
         if !self.config.enable_prefix_caching || choice.epoch != self.epoch {
             return;
@@ -257,6 +273,7 @@ impl Model {
     }
 
     fn deliver(&mut self, index: usize, token: i32) {
+        self.tell_output(index, token);
         let choice = &mut self.choices[index];
         choice.push(token);
         let (finish, stop_id) = choice.finish_with(token, &self.config.eos_token_ids);
@@ -272,13 +289,13 @@ impl Model {
     pub(crate) fn fail(&mut self, message: &str) {
         for flying in std::mem::take(&mut self.flight) {
             if self.choices[flying.choice].end.is_none() {
-                self.fail_choice(flying, &Detail::Exactly(Arc::from(message)));
+                self.fail_choice(&flying, &Detail::Exactly(Arc::from(message)));
             }
         }
     }
 
     /// A choice ends with an error, and those with it that wait for its prompt.
-    fn fail_choice(&mut self, flying: Flying, detail: &Detail) {
+    fn fail_choice(&mut self, flying: &Flying, detail: &Detail) {
         let table = self.tables.row(flying.row);
         self.memory.poison(table, flying.start, flying.end);
         if self.request_of(flying.choice).leader == Some(flying.choice) {

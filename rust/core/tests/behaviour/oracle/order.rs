@@ -96,8 +96,9 @@ impl Model {
     }
 
     /// Prompts under way and newcomers take exactly what budget and chunk limit leave them, in order.
-    fn check_chunks(&self, plan: &Plan, mut left: usize) -> usize {
+    fn check_chunks(&mut self, plan: &Plan, mut left: usize) -> usize {
         let limit = self.config.max_prefill_chunk_tokens.unwrap_or(usize::MAX);
+        let mut logits_left = self.config.max_prompt_logits;
         let mut chunks: Vec<usize> =
             plan.running.iter().copied().filter(|index| !plan.victims.contains(index)).collect();
         chunks.extend(&plan.started);
@@ -110,7 +111,9 @@ impl Model {
         }
         for index in chunks {
             let request = &self.choices[index];
-            let due = request.remaining().min(limit).min(left);
+            let due = self.limit_by_logits(index, request.remaining().min(limit).min(left), logits_left);
+            self.seen.short_of_logits += u64::from(due < request.remaining().min(limit).min(left));
+            logits_left -= self.wanted_logits(index, request.computed, request.computed + due).len();
             let given = plan.scheduled[request.row.expect("it runs")];
             assert_eq!(given, due, "request {index} got {given} tokens of its prompt instead of {due}");
             left -= given;
@@ -165,7 +168,8 @@ impl Model {
         let (block_size, request) = (self.config.block_size, &self.choices[index]);
         let column = self.cache.hits(request, block_size);
         let is_under_way = self.request_of(index).is_started;
-        if !self.caches() || self.is_static() || is_under_way || column >= request.max_hits(block_size) {
+        let may_find = self.caches() && self.num_untold(index) == 0;
+        if !may_find || self.is_static() || is_under_way || column >= request.max_hits(block_size) {
             return false;
         }
         let (start, end) = (column * block_size, (column + 1) * block_size);
@@ -191,7 +195,7 @@ impl Model {
             return;
         }
         for &index in waiting.iter().take(MAX_OVERTAKEN) {
-            if self.lacks_memory(scheduler, index) {
+            if self.lacks_memory(scheduler, index) || self.lacks_logits(scheduler, index) {
                 return;
             }
             assert!(self.may_be_passed(index, plan), "request {index} fits and has no reason to wait");
@@ -206,6 +210,12 @@ impl Model {
     /// Whether a waiting choice's blocks, and one for each sequence that may grow, are more than there are.
     fn lacks_memory(&self, scheduler: &Scheduler, index: usize) -> bool {
         scheduler.pool().num_available() < self.num_blocks_needed(index)
+    }
+
+    /// Whether a waiting choice needs logits for its first token, and others need all that there are.
+    fn lacks_logits(&self, scheduler: &Scheduler, index: usize) -> bool {
+        let num_left = self.config.max_prompt_logits - scheduler.batch().prompt_logits_index.len();
+        num_left == 0 && !self.wanted_logits(index, 0, 1).is_empty()
     }
 
     /// Available blocks without which a waiting choice is not admitted.

@@ -15,7 +15,7 @@ pub(crate) fn digest(scheduler: &Scheduler) -> u64 {
         }
         hash = mix(hash ^ 0xA11A_7E57);
     };
-    let narrow: [&[i32]; 19] = [
+    let narrow: [&[i32]; 27] = [
         &batch.token_ids,
         &batch.positions,
         &batch.query_start,
@@ -27,12 +27,20 @@ pub(crate) fn digest(scheduler: &Scheduler) -> u64 {
         &batch.sample_rows,
         &batch.sample_positions,
         &batch.sample_choices,
+        &batch.prompt_logits_index,
+        &batch.prompt_target_ids,
+        &batch.prompt_rows,
+        &batch.num_prompt_logprobs,
         &batch.new_rows,
         &batch.freed_rows,
         &updates.rows,
         &updates.first_columns,
         &updates.ids,
         &output.choice_ids,
+        &output.logprob_events,
+        &output.logprobs.token_ids,
+        &output.prompt_logprob_positions,
+        &output.prompt_logprobs.token_ids,
         &output.token_ids,
         &output.started_num_cached_tokens,
     ];
