@@ -13,6 +13,8 @@ PROFILE ?= checked
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 MUTANTS ?=
+# The oldest glibc that the wheel of `make dist` runs on; zig links against it whatever is installed.
+MANYLINUX ?= manylinux_2_28
 PYTHON_SOURCES := python tests benches kernels scripts
 
 # Loom's own build: another cfg means other artefacts. Link-time optimisation buys it nothing.
@@ -113,6 +115,16 @@ sdist: $(NEED_SETUP) ## build the source distribution into dist/
 .PHONY: wheel-smoke
 wheel-smoke: wheel sdist ## install wheel and sdist into fresh environments and use them
 	CBRS_DIST=dist $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
+
+.PHONY: dist
+dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux wheel, and verify both
+	@rm -f dist/cbrs-*
+	$(PY) scripts/requirements.py dist >$(VENV)/requirements-dist.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements-dist.txt
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(MATURIN) build --locked --release --zig --compatibility $(MANYLINUX) --out dist
+	$(MATURIN) sdist --out dist
+	CBRS_DIST=dist CBRS_MANYLINUX=$(MANYLINUX) $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
+	@sha256sum dist/cbrs-*
 
 .PHONY: bench
 bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last (PROFILE=release for figures)

@@ -1,6 +1,7 @@
 """Test kit: small checkpoints and tokenizers, made from nothing.
 
-`tiny` is a random Llama-shaped checkpoint whose vocabulary is padded (320 rows, 300 tokens).
+`tiny` is a random Llama-shaped checkpoint whose vocabulary is padded (320 rows, 300 tokens); with
+the changes of `FAMILIES` it is one of another architecture.
 `chain` is one that emits a scripted token sequence through the real code path: attention and MLP
 add nothing, the embedding is one-hot, and the head maps every token to the one that follows it.
 `byte_tokenizer` is a byte-level BPE with tokens that split characters; `spm_tokenizer` has byte
@@ -36,6 +37,64 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {
 }
 """One setting of each supported rotary scaling; all matter below position 200."""
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": 24,
+        "sliding_window": 32,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 1,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 24,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 32,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 40,
+        "sliding_window": 32,
+        "sliding_window_pattern": 3,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": 32,
+        "partial_rotary_factor": 0.5,
+    },
+}
+"""Changes to `tiny_config` that make a checkpoint of each architecture, special features on.
+
+Where there are windows they are of 32 tokens. Position 200 is in the context of all.
+"""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</s>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -62,6 +121,7 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
         "hidden_act": "silu",
         "bos_token_id": BOS,
         "eos_token_id": EOS,
+        "pad_token_id": EOS,
         "torch_dtype": "float32",
     }
     config.update(changes)
@@ -83,24 +143,41 @@ def tensors_of(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray
         return (middle + 0.1 * random.standard_normal(size)).astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], width)}
+    family = config["model_type"]
+    bias = config["attention_bias"]
+    # Gemma stores the difference of a norm's weight from 1.
+    middle = 0.0 if family == "gemma3_text" else 1.0
+    queries, keys = heads * head_dim, kv_heads * head_dim
     shapes = {
-        "self_attn.q_proj": (heads * head_dim, width, config["attention_bias"]),
-        "self_attn.k_proj": (kv_heads * head_dim, width, config["attention_bias"]),
-        "self_attn.v_proj": (kv_heads * head_dim, width, config["attention_bias"]),
-        "self_attn.o_proj": (width, heads * head_dim, config["attention_bias"]),
+        "self_attn.q_proj": (queries, width, bias or family == "qwen2"),
+        "self_attn.k_proj": (keys, width, bias or family == "qwen2"),
+        "self_attn.v_proj": (keys, width, bias or family == "qwen2"),
+        "self_attn.o_proj": (width, queries, bias),
         "mlp.gate_proj": (hidden, width, config["mlp_bias"]),
         "mlp.up_proj": (hidden, width, config["mlp_bias"]),
         "mlp.down_proj": (width, hidden, config["mlp_bias"]),
     }
+    if family == "phi3":
+        shapes = {
+            "self_attn.qkv_proj": (queries + 2 * keys, width, False),
+            "self_attn.o_proj": (width, queries, False),
+            "mlp.gate_up_proj": (2 * hidden, width, False),
+            "mlp.down_proj": (width, hidden, False),
+        }
+    norms = {"input_layernorm": width, "post_attention_layernorm": width}
+    if family == "gemma3_text":
+        norms |= {"pre_feedforward_layernorm": width, "post_feedforward_layernorm": width}
+    if family in ("qwen3", "gemma3_text"):
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        tensors[prefix + "input_layernorm.weight"] = vector(width, 1.0)
-        tensors[prefix + "post_attention_layernorm.weight"] = vector(width, 1.0)
+        for name, size in norms.items():
+            tensors[f"{prefix}{name}.weight"] = vector(size, middle)
         for name, (rows, columns, has_bias) in shapes.items():
             tensors[f"{prefix}{name}.weight"] = matrix(rows, columns)
             if has_bias:
                 tensors[f"{prefix}{name}.bias"] = vector(rows, 0.0)
-    tensors["model.norm.weight"] = vector(width, 1.0)
+    tensors["model.norm.weight"] = vector(width, middle)
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = matrix(config["vocab_size"], width)
     return tensors
@@ -131,6 +208,18 @@ def tiny(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a random checkpoint with the byte tokenizer; `changes` go to its config."""
     config = tiny_config(**changes)
     return write_folder(folder, config, tensors_of(config, seed), byte_tokenizer())
+
+
+def family(folder: Path, name: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a random checkpoint of one of `FAMILIES`; `changes` go to its config."""
+    return tiny(folder, seed=seed, **{**FAMILIES[name], **changes})
+
+
+def longrope(dim: int = 8) -> dict[str, Any]:
+    """Return rotary settings of Phi-3 whose short divisors matter; `dim` dimensions turn."""
+    short = [1.0 + 0.25 * pair for pair in range(dim // 2)]
+    long = [2.0 + pair for pair in range(dim // 2)]
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long}
 
 
 def chain(

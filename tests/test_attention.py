@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +29,21 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Shape:
+    """Two layers, of which the second may have a window; tests run the second."""
+
     num_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 16
+    window: int | None = None
+    scale: float | None = None
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        return None, self.window
 
 
 @dataclass
@@ -55,7 +67,8 @@ class Bench:
         window: int | None = None,
         seed: int = 0,
     ) -> None:
-        self.shape, self.lens, self.block_size, self.window = shape, lens, block_size, window
+        self.shape, self.window = replace(shape, window=window), window
+        self.lens, self.block_size = lens, block_size
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
 
@@ -115,10 +128,10 @@ class Bench:
         return backend.forward(layer, *self.inputs(parts, padding))
 
     def cpu(self, num_threads: int = 2) -> CpuAttention:
-        return CpuAttention(self.shape, self.cache, num_threads, self.window)
+        return CpuAttention(self.shape, self.cache, num_threads)
 
     def torch(self) -> TorchAttention:
-        return TorchAttention(self.shape, self.cache, self.window)
+        return TorchAttention(self.shape, self.cache)
 
     def dense(self, part: Part) -> torch.Tensor:
         """Recompute from q, k, v alone, in float64, row by row."""
@@ -131,7 +144,7 @@ class Bench:
             first = 0 if self.window is None else max(0, position - self.window + 1)
             seen = slice(first, position + 1)
             scores = torch.einsum("hd,khd->hk", query[position], key[seen])
-            weights = (scores * self.shape.head_dim**-0.5).softmax(-1)
+            weights = (scores * self.shape.attention_scale).softmax(-1)
             rows.append(torch.einsum("hk,khd->hd", weights, value[seen]))
         return torch.stack(rows).to(self.cache.dtype)
 
@@ -215,6 +228,21 @@ def test_i19_decoding_across_the_window_edge_equals_full_recompute(make):
     parts = [Part(0, 0, 6), *(Part(0, n, n + 1) for n in range(6, 16))]
     for part in parts:
         close(bench.run(backend, [part]), bench.dense(part))
+
+
+@pytest.mark.parametrize("make", [Bench.cpu, Bench.torch])
+def test_each_layer_has_a_window_of_its_own(make):
+    bench = Bench(Shape(), [20], 4, window=8)
+    backend = make(bench)
+    close(bench.run(backend, [Part(0, 0, 20)], layer=1), bench.dense(Part(0, 0, 20)))
+    bench.window = None
+    close(bench.run(backend, [Part(0, 0, 20)], layer=0), bench.dense(Part(0, 0, 20)))
+
+
+@pytest.mark.parametrize("make", [Bench.cpu, Bench.torch])
+def test_the_scale_is_that_of_the_model(make):
+    bench = Bench(Shape(scale=0.7), [20], 4)
+    close(bench.run(make(bench), [Part(0, 0, 20)]), bench.dense(Part(0, 0, 20)))
 
 
 def test_c06_chunks_around_the_window_edge_equal_one_pass():

@@ -1,6 +1,7 @@
 """Bad input gives one clear line and exit code 2, never a traceback."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_missing_folder_that_could_be_a_hub_id(refused, monkeypatch):
 def test_a_hub_that_does_not_have_it(refused, monkeypatch):
     class Client:
         @staticmethod
-        def snapshot_download(repository, allow_patterns):
+        def snapshot_download(repository, allow_patterns, local_files_only=False):
             raise OSError("404 not found")
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
@@ -161,13 +162,17 @@ def test_a_malformed_prompt_file_names_the_line(refused, tmp_path, content, mess
         ["generate", "null", "--prompt", "a", "--max-tokens", "many"],
         ["generate", "null", "--prompt", "a", "--best-of", "2"],
         ["pull"],
+        ["pull", "--list", "smollm2-135m-instruct"],
+        ["info", "null"],
     ],
 )
-def test_wrong_arguments_show_the_usage_and_exit_with_2(capsys, arguments):
+def test_wrong_arguments_are_one_line_that_names_the_help(capsys, arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert "usage: cbrs" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cbrs: error: ")
+    assert re.search(r"see `cbrs( [a-z]+)? --help`$", line)
 
 
 def test_a_template_that_refuses_the_messages(refused, tiny, tmp_path):

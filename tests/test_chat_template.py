@@ -40,26 +40,57 @@ def with_template(template, **options):
 
 
 def vectors(cbrs_data):
-    """Those without tools, which Python cannot give yet; `rust/text/tests` renders all of them."""
     lines = (cbrs_data / "conformance/chat_template_vectors.jsonl").read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row for row in rows if not row["tools"] and not row["extra"]]
+    return [json.loads(line) for line in lines]
 
 
-def test_every_shared_vector_without_tools_renders_to_the_same_text(cbrs_data):
+def test_every_shared_vector_renders_to_the_same_text(cbrs_data):
     templates = json.loads((cbrs_data / "conformance/chat_templates.json").read_text("utf-8"))
     rows = vectors(cbrs_data)
-    assert len(rows) > 50
+    assert len(rows) > 60
+    assert sum(bool(row["tools"] or row["extra"]) for row in rows) == 10
     for row in rows:
         source = templates[row["template"]]["chat_template"]
         options = {"bos_token": row["bos_token"], "eos_token": row["eos_token"]}
         tokenizer = with_template(source, **options)
-        arguments = row["messages"], row["add_generation_prompt"]
+        arguments = row["messages"], row["add_generation_prompt"], row["tools"], row["extra"]
         if "rendered" in row:
             assert tokenizer.apply_chat_template(*arguments) == row["rendered"]
         else:
             with pytest.raises(InvalidRequestError, match="chat template"):
                 tokenizer.apply_chat_template(*arguments)
+
+
+def test_tools_and_variables_reach_the_template():
+    tokenizer = with_template(
+        "{% for tool in tools or [] %}[{{ tool['name'] }}]{% endfor %}"
+        "{{ 'thinks' if enable_thinking else 'answers' }} {{ level|default('low') }}"
+    )
+    assert tokenizer.apply_chat_template(HELLO) == "answers low"
+    assert tokenizer.apply_chat_template(HELLO, tools=[]) == "answers low"
+    text = tokenizer.apply_chat_template(
+        HELLO,
+        tools=[{"name": "search"}, {"name": "né"}],
+        variables={"enable_thinking": True, "level": "high"},
+    )
+    assert text == "[search][né]thinks high"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tools": {"name": "search"}}, "tools must be a list, not a map"),
+        ({"tools": "search"}, "tools must be a list, not a string"),
+        ({"variables": ["x"]}, "variables cannot be read"),
+        ({"variables": {"x": float("nan")}}, "variables cannot be read"),
+        ({"variables": {"messages": []}}, "the variable '?\"messages\"'? is set by the engine"),
+        ({"variables": {"bos_token": "x"}}, "the variable .*bos_token.* is set by the engine"),
+        ({"variables": {"raise_exception": 1}}, "raise_exception.* is set by the engine"),
+    ],
+)
+def test_wrong_tools_and_variables_are_a_clear_error(options, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        with_template("x").apply_chat_template(HELLO, **options)
 
 
 def test_the_prompt_of_the_answer_is_optional():

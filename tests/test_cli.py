@@ -15,7 +15,7 @@ import pytest
 import cbrs
 from cbrs.cli import main
 
-COMMANDS = ["", "generate", "pull", "demo"]
+COMMANDS = ["generate", "pull", "info", "demo"]
 
 
 def run_cli(*arguments, stdin=None, timeout_s=120, cwd=None, env=None):
@@ -57,16 +57,29 @@ def test_the_version_is_printed():
     assert (result.returncode, result.stdout.strip()) == (0, f"cbrs {cbrs.__version__}")
 
 
+def examples_of(*command):
+    help_text = run_cli(*command, "--help").stdout
+    return re.search(r"^examples?:\n((?:  cbrs .+\n?)+)\Z", help_text, re.MULTILINE)[1].split("\n")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_example_of_each_help_works(command, tmp_path):
-    help_text = run_cli(*([command] if command else []), "--help").stdout
-    example = re.search(r"^example:\n  cbrs (.+)\Z", help_text.strip(), re.MULTILINE)
-    assert example, help_text
-    if "smollm2" in example[1] and not has_known_model():
+    example, *_ = examples_of(command)
+    arguments = shlex.split(example)[1:]
+    assert arguments[0] == command
+    if "smollm2" in example and not has_known_model():
         pytest.skip("smollm2-135m-instruct is not in the cache; `cbrs pull` fetches it")
-    result = run_cli(*shlex.split(example[1]), cwd=tmp_path, timeout_s=280)
+    result = run_cli(*arguments, cwd=tmp_path, timeout_s=280, stdin="Hello\n")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
+
+
+def test_the_help_lists_every_command_with_its_example():
+    help_text = run_cli("--help").stdout
+    listed = re.findall(r"^    ([a-z]+) ", help_text, re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+    examples = [line for line in examples_of() if line]
+    assert [example.split()[1] for example in examples] == listed
 
 
 def test_one_prompt_prints_its_text_alone(generate):

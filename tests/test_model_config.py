@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from safetensors.numpy import save_file
 
 from cbrs.errors import ModelLoadError
 from cbrs.loading import load_model
+from cbrs.models import config_from_gguf, config_from_hf
 from cbrs.models.config import ModelConfig
+from cbrs.models.rope import Rotary
 
 Tensors = dict[str, np.ndarray]
 
@@ -310,17 +313,31 @@ def test_generation_config_replaces_the_end_tokens(tmp_path: Path) -> None:
 def test_newer_names_of_rope_are_read() -> None:
     values = kit.tiny_config(rope_theta=None)
     values["rope_parameters"] = {"rope_theta": 500000.0, **kit.ROPE_SCALINGS["llama3"]}
-    config = ModelConfig.from_hf(values, "config.json")
-    assert config.rope_theta == 500000.0
-    assert config.rope_scaling is not None
-    assert (config.rope_scaling.type, config.rope_scaling.factor) == ("llama3", 8.0)
+    config = config_from_hf(values, "config.json")
+    rotary = config.rotary[0]
+    assert rotary is not None
+    assert rotary.scaling is not None
+    assert (rotary.theta, rotary.dim) == (500000.0, 16)
+    assert (rotary.scaling.type, rotary.scaling.factor) == ("llama3", 8.0)
 
 
 def test_plain_rotary_settings_are_no_scaling() -> None:
     plain = {"rope_type": "default", "type": "default", "rope_theta": 5e5, "factor": None}
     values = kit.tiny_config(rope_theta=None, rope_parameters={**plain, "partial_rotary_factor": 1})
-    config = ModelConfig.from_hf(values, "config.json")
-    assert (config.rope_theta, config.rope_scaling) == (5e5, None)
+    config = config_from_hf(values, "config.json")
+    assert config.rotary == (Rotary(5e5, 16),) * 2
+
+
+@dataclass
+class Source:
+    """A GGUF file of an embedding and nothing else."""
+
+    metadata: dict[str, Any]
+    tensor_names = ("token_embd.weight",)
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        assert name == "token_embd.weight"
+        return 300, 64
 
 
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
@@ -336,14 +353,9 @@ def test_gguf_rope_factor_without_a_type_is_refused(key: str) -> None:
     }
 
     def read(**more: float) -> ModelConfig:
-        return ModelConfig.from_gguf(
-            {**metadata, **more},
-            "model.gguf",
-            tensor_names={"token_embd.weight"},
-            tensor_shape=lambda name: (300, 64),
-        )
+        return config_from_gguf(Source({**metadata, **more}), "model.gguf")
 
-    assert read(**{f"llama.{key}": 1.0}).rope_scaling is None
+    assert read(**{f"llama.{key}": 1.0}).rotary == (Rotary(10000.0, 16),) * 2
     with pytest.raises(ModelLoadError, match=r"without rope\.scaling\.type") as caught:
         read(**{f"llama.{key}": 4.0})
     assert caught.value.field == f"llama.{key}"
@@ -351,6 +363,6 @@ def test_gguf_rope_factor_without_a_type_is_refused(key: str) -> None:
 
 def test_mistral_without_a_window_takes_its_default() -> None:
     values = kit.tiny_config(architectures=["MistralForCausalLM"], model_type="mistral")
-    assert ModelConfig.from_hf(values, "config.json").sliding_window == 4096
+    assert config_from_hf(values, "config.json").sliding_windows == (4096, 4096)
     values["sliding_window"] = None
-    assert ModelConfig.from_hf(values, "config.json").sliding_window is None
+    assert config_from_hf(values, "config.json").sliding_windows == (None, None)

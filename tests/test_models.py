@@ -1,7 +1,5 @@
 """The Llama architecture against Hugging Face transformers, on random checkpoints."""
 
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +8,13 @@ import numpy as np
 import pytest
 import torch
 from batches import Chunk, Tables
+from references import TOKENS, assert_equals_reference, load, logits_of, reference_logits
 
 from cbrs.errors import ModelLoadError
-from cbrs.loading import LoadedModel, choose_dtype, load_model
+from cbrs.loading import choose_dtype, load_model
 from cbrs.models.layers import Linear, native_bfloat16
 from cbrs.models.null import NullModel
 from cbrs.runner.model_runner import make_runner
-
-LENGTH = 224
-TOKENS = [int(t) for t in np.random.default_rng(11).integers(2, kit.NUM_TOKENS, LENGTH)]
-
-
-def logits_of(loaded: LoadedModel, tokens: Sequence[int], chunks: Sequence[int] = ()) -> Any:
-    """Return the logits of every position, float32 `[len(tokens), vocab]`, run in `chunks`."""
-    tables = Tables(3, LENGTH + 64)
-    runner, _ = make_runner(
-        loaded, num_blocks=tables.num_blocks, block_size=tables.block_size, num_threads=1
-    )
-    sizes = [*chunks, len(tokens) - sum(chunks)]
-    parts, start = [], 0
-    for size in sizes:
-        piece = list(tokens[start : start + size])
-        parts.append(runner.forward(tables.batch([Chunk(1, piece, start)])))
-        start += size
-    return torch.cat(parts)
-
-
-def reference_logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """Return what transformers computes in one full pass."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
-        with torch.inference_mode():
-            return model(torch.tensor([list(tokens)])).logits[0]
-
-
-def assert_equals_reference(folder: Path, **load_options: Any) -> None:
-    loaded = load_model(folder, dtype="float32", device="cpu", **load_options)
-    expected = reference_logits(folder, TOKENS)
-    found = logits_of(loaded, TOKENS, chunks=(100, 1, 1, 30))
-    assert found.dtype == torch.float32
-    difference = (found - expected).abs().amax(-1)
-    assert float(difference[200]) < 1e-4
-    assert float(difference.max()) < 1e-4
-    assert float(expected.std()) > 0.5  # a reference that says something
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
@@ -69,8 +26,8 @@ def test_i04_rope_theta_is_applied(theta: float, tmp_path: Path) -> None:
 def test_i06_rope_scaling_is_applied(kind: str, tmp_path: Path) -> None:
     scaling = kit.ROPE_SCALINGS[kind]
     assert_equals_reference(kit.tiny(tmp_path / "scaled", rope_scaling=scaling))
-    plain = load_model(kit.tiny(tmp_path / "plain"), dtype="float32", device="cpu")
-    scaled = load_model(tmp_path / "scaled", dtype="float32", device="cpu")
+    plain = load(kit.tiny(tmp_path / "plain"))
+    scaled = load(tmp_path / "scaled")
     difference = logits_of(plain, TOKENS) - logits_of(scaled, TOKENS)
     assert float(difference[200].abs().max()) > 0.1  # ignoring the setting would show
 
@@ -151,7 +108,7 @@ def test_i19_decode_at_the_window_equals_full_recompute(tmp_path: Path) -> None:
     folder = kit.tiny(
         tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8
     )
-    loaded = load_model(folder, dtype="float32", device="cpu")
+    loaded = load(folder)
     stepwise = logits_of(loaded, TOKENS[:16], chunks=(6, *[1] * 9))
     for length in range(6, 17):
         full = reference_logits(folder, TOKENS[:length])[-1]
@@ -160,7 +117,7 @@ def test_i19_decode_at_the_window_equals_full_recompute(tmp_path: Path) -> None:
 
 def test_c06_every_length_around_the_window_equals_one_pass(tmp_path: Path) -> None:
     folder = kit.tiny(tmp_path, sliding_window=32)
-    loaded = load_model(folder, dtype="float32", device="cpu")
+    loaded = load(folder)
     for length in range(33, 98):
         tokens = TOKENS[:length]
         chunked = logits_of(loaded, tokens, chunks=[16] * ((length - 1) // 16))
@@ -169,7 +126,7 @@ def test_c06_every_length_around_the_window_equals_one_pass(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 17, 64])
 def test_chunks_give_the_logits_of_one_pass(chunk: int, tiny_checkpoint: Path) -> None:
-    loaded = load_model(tiny_checkpoint, dtype="float32", device="cpu")
+    loaded = load(tiny_checkpoint)
     whole = logits_of(loaded, TOKENS[:90])
     chunked = logits_of(loaded, TOKENS[:90], chunks=[chunk] * (89 // chunk))
     assert float((whole - chunked).abs().max()) < 1e-4
@@ -177,7 +134,7 @@ def test_chunks_give_the_logits_of_one_pass(chunk: int, tiny_checkpoint: Path) -
 
 
 def test_c01_slots_that_nothing_wrote_are_not_read(tiny_checkpoint: Path) -> None:
-    loaded = load_model(tiny_checkpoint, dtype="float32", device="cpu")
+    loaded = load(tiny_checkpoint)
     tables = Tables(3, 64)
     runner, _ = make_runner(loaded, num_blocks=tables.num_blocks, block_size=16, num_threads=1)
     runner.kv_cache.fill(float("nan"))
@@ -189,7 +146,7 @@ def test_c01_slots_that_nothing_wrote_are_not_read(tiny_checkpoint: Path) -> Non
 
 
 def test_neighbours_do_not_change_a_sequence(tiny_checkpoint: Path) -> None:
-    loaded = load_model(tiny_checkpoint, dtype="float32", device="cpu")
+    loaded = load(tiny_checkpoint)
     tables = Tables(4, 128)
     runner, _ = make_runner(loaded, num_blocks=tables.num_blocks, block_size=16, num_threads=1)
     others = [list(reversed(TOKENS[:50])), TOKENS[60:63]]
@@ -210,7 +167,7 @@ def test_neighbours_do_not_change_a_sequence(tiny_checkpoint: Path) -> None:
 
 def test_chain_emits_its_script(tmp_path: Path) -> None:
     follows = {2: 70, 70: 71, 71: 290, 290: 2}
-    loaded = load_model(kit.chain(tmp_path, follows), dtype="float32", device="cpu")
+    loaded = load(kit.chain(tmp_path, follows))
     token, emitted = 2, []
     for _ in range(8):
         token = int(logits_of(loaded, [9, 8, token])[-1].argmax())
@@ -252,7 +209,7 @@ def test_bfloat16_product_is_near_the_exact_one(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_bfloat16_is_near_float32(pack: bool, tiny_checkpoint: Path) -> None:
-    full = load_model(tiny_checkpoint, dtype="float32", device="cpu")
+    full = load(tiny_checkpoint)
     half = load_model(tiny_checkpoint, dtype="bfloat16", device="cpu", pack=pack)
     assert half.module.embedding.dtype == torch.bfloat16
     assert half.kv_bytes_per_block(16) * 2 == full.kv_bytes_per_block(16)

@@ -1,24 +1,30 @@
 """The wheel and the sdist, installed into fresh environments and used outside the checkout.
 
-Run by `make wheel-smoke`, which builds both first and names their folder in `CBRS_DIST`.
+Run by `make wheel-smoke` and `make dist`, which build both first and name their folder in
+`CBRS_DIST`. `make dist` also names the platform it built for in `CBRS_MANYLINUX`.
 """
 
 import json
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Sequence
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = os.environ.get("CBRS_DIST")
+MANYLINUX = os.environ.get("CBRS_MANYLINUX")
 pytestmark = [
     pytest.mark.skipif(DIST is None, reason="needs a built wheel and sdist: make wheel-smoke"),
     pytest.mark.timeout(600),
@@ -120,6 +126,35 @@ def test_wheel_is_one_small_abi3_file(wheel: Path) -> None:
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
 
 
+@pytest.mark.skipif(MANYLINUX is None, reason="needs the release wheel: make dist")
+def test_release_wheel_has_the_tag_that_was_asked_for(wheel: Path) -> None:
+    assert wheel.name.endswith(f"-cp311-abi3-{MANYLINUX}_{platform.machine()}.whl")
+
+
+def test_extension_needs_no_newer_glibc_than_the_tag_says(wheel: Path) -> None:
+    tag = re.search(r"manylinux_(\d+)_(\d+)_", wheel.name)
+    if tag is None:
+        pytest.skip(f"{wheel.name} promises no glibc version")
+    extension = zipfile.ZipFile(wheel).read("cbrs/_core.abi3.so")
+    # Names of the symbol versions that the dynamic linker looks for.
+    needed = {tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", extension)}
+    assert needed
+    assert max(needed) <= (int(tag[1]), int(tag[2]))
+
+
+def test_metadata_agree_with_the_sources(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(archive.read(name))
+    sources = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cargo = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
+    assert metadata["Version"] == cargo["version"] == the_only("cbrs-*.tar.gz").name[5:-7]
+    assert metadata["License-Expression"] == sources["license"]
+    assert metadata["Requires-Python"] == sources["requires-python"]
+    assert set(metadata.get_all("Provides-Extra")) == set(sources["optional-dependencies"])
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+
+
 def test_wheel_holds_types_licence_and_kernels_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"cbrs/py.typed", "cbrs/_core.pyi", "cbrs/_core.abi3.so"} <= set(names)
@@ -180,6 +215,12 @@ def test_demo_without_torch_says_so_in_one_line(plain: Environment) -> None:
     assert result.returncode == 1
     assert "cbrs[engine]" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_info_without_torch_says_so(plain: Environment) -> None:
+    info = json.loads(assert_ran(plain.run(["cbrs", "info", "--json"])))
+    assert info["torch"] is None
+    assert info["kernels"]["attention"]
 
 
 def test_installed_package_says_what_it_is(plain: Environment, wheel: Path) -> None:

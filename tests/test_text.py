@@ -69,6 +69,14 @@ def test_f01_nothing_of_a_stop_string_is_shown():
     assert pieces(BYTE, byte_ids("aDEFh"), stop=["DEFG"]) == ["a", "", "", "", "DEFh", ""]
 
 
+def test_f05_words_and_then_split_syllables_of_another_script_come_whole():
+    ids = SPM.encode("the the the the the the the the the the 안녕하세요 세계")
+    assert len(ids) > 30, "the syllables are single bytes"
+    assert "".join(pieces(SPM, ids)) == SPM.decode(ids)
+    assert SPM.decode(ids).endswith("the 안녕하세요 세계")
+    assert not any("\ufffd" in piece for piece in pieces(SPM, ids))
+
+
 def test_f06_a_character_of_two_bytes_comes_once_and_whole():
     assert pieces(BYTE, byte_ids(b"\xc4\x8f")) == ["", "ď", ""]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
@@ -47,7 +46,12 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         num_threads=decided.num_threads,
     )
     if decided.kv_cache_bytes > 0:
-        _print_pool(decided)
+        logger.info(
+            "KV pool of %d blocks x %d tokens = %.1f MiB",
+            decided.num_blocks,
+            decided.block_size,
+            decided.kv_cache_bytes / 2**20,
+        )
     processor = OutputProcessor(scheduler, loaded.tokenizer)
     logger.info(
         "%s is ready after %.1f s: %s on %s",
@@ -57,16 +61,6 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         decided.device,
     )
     return Engine(decided, scheduler, processor, runner, sampler), loaded.tokenizer
-
-
-def _print_pool(config: EffectiveConfig) -> None:
-    """Says how much memory the KV pool takes, even where no logging is set up."""
-    print(
-        f"cbrs: KV pool of {config.num_blocks} blocks x {config.block_size} tokens = "
-        f"{config.kv_cache_bytes / 2**20:.1f} MiB",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:

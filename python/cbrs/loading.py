@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from torch import nn
 
 from cbrs import hub
 from cbrs._core import GgufFile, SafetensorsCheckpoint, Tokenizer
-from cbrs.models import model_class
+from cbrs.models import config_from_gguf, config_from_hf, model_class
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error, read_json, read_text
 from cbrs.models.layers import native_bfloat16
-from cbrs.models.llama import EMBEDDING, HEAD, expected_tensors, gguf_name
+from cbrs.models.llama import EMBEDDING, HEAD, LlamaForCausalLM
 from cbrs.models.null import NullModel, is_null, null_config, parse_step_cost
-from cbrs.models.rope import RopeScaling
 from cbrs.weights import CheckpointWeights
 
 logger = logging.getLogger("cbrs")
@@ -34,7 +34,6 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-_ROPE_FACTORS = "rope_freqs.weight"
 _NULL_TOKENIZER = "smollm2-135m-instruct"  # used if it has been fetched
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -180,18 +179,16 @@ def _load_gguf(
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         raise load_error(path, "model", "give the folder with config.json, or a .gguf file")
     source = GgufFile(str(path))
-    names = source.tensor_names
-    config = ModelConfig.from_gguf(
-        source.metadata, path, tensor_names=set(names), tensor_shape=source.tensor_shape
-    )
-    if _ROPE_FACTORS in names:
-        config = _with_rope_factors(config, source, path)
+    config = config_from_gguf(source, path)
+    family = model_class(config.architecture)
     tokenizer = _gguf_tokenizer(source, path)
-    vocab_size = _sampled_vocab(config, tokenizer, path)
-    weights = CheckpointWeights(source, path, dtype=dtype, device=device, pack=pack)
-    expected = ((name, gguf_name(name), shape) for name, shape in expected_tensors(config))
-    weights.check(expected, optional=[_ROPE_FACTORS])
-    module = model_class(config.architecture)(config, weights)
+    vocab_size = _sampled_vocab(family, config, tokenizer, path)
+    convert = partial(family.convert_gguf, config)
+    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, pack=pack)
+    tensors = family.expected_tensors(config)
+    expected = ((name, family.gguf_name(name), shape) for name, shape in tensors)
+    weights.check(expected, optional=family.gguf_factors)
+    module = family(config, weights)
     return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device)
 
 
@@ -201,20 +198,22 @@ def _load_folder(
     values = read_json(path / "config.json")
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else None
-    config = ModelConfig.from_hf(values, path / "config.json", generation)
+    config = config_from_hf(values, path / "config.json", generation)
+    family = model_class(config.architecture)
     if not any(path.glob("*.safetensors")) and not (path / "model.safetensors.index.json").exists():
         raise load_error(path, "model.safetensors", _no_weights(path))
     source = SafetensorsCheckpoint(str(path))
     tokenizer = _folder_tokenizer(path)
-    vocab_size = _sampled_vocab(config, tokenizer, path / "tokenizer.json")
-    weights = CheckpointWeights(source, path, dtype=dtype, device=device, pack=pack)
+    vocab_size = _sampled_vocab(family, config, tokenizer, path / "tokenizer.json")
+    convert = partial(family.convert_hf, config)
+    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, pack=pack)
     stored_head = f"{HEAD}.weight"
     tied = config.tie_word_embeddings and stored_head in source.tensor_names
-    expected = ((name, name, shape) for name, shape in expected_tensors(config))
+    expected = ((name, name, shape) for name, shape in family.expected_tensors(config))
     weights.check(expected, optional=[stored_head] if tied else [])
     if tied:
         weights.require_equal(f"{EMBEDDING}.weight", stored_head)
-    module = model_class(config.architecture)(config, weights)
+    module = family(config, weights)
     return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device)
 
 
@@ -225,27 +224,15 @@ def _no_weights(path: Path) -> str:
     return "missing; the folder holds no safetensors file"
 
 
-def _with_rope_factors(config: ModelConfig, source: GgufFile, path: Path) -> ModelConfig:
-    """Apply the divisors of the rotary frequencies that files of Llama 3.1 and later hold."""
-    shape = tuple(source.tensor_shape(_ROPE_FACTORS))
-    if shape != (config.head_dim // 2,):
-        detail = f"shape {list(shape)}, but {config.head_dim // 2} factors are needed"
-        raise load_error(path, _ROPE_FACTORS, detail)
-    if config.rope_scaling is not None:
-        raise load_error(path, _ROPE_FACTORS, "given together with llama.rope.scaling.type")
-    factors = tuple(float(value) for value in source.tensor(_ROPE_FACTORS, "float32"))
-    if not all(0.0 < value < float("inf") for value in factors):
-        raise load_error(path, _ROPE_FACTORS, "holds a factor that is not positive and finite")
-    return replace(config, rope_scaling=RopeScaling("factors", freq_factors=factors))
-
-
-def _sampled_vocab(config: ModelConfig, tokenizer: Tokenizer | None, file: Path) -> int:
+def _sampled_vocab(
+    family: type[LlamaForCausalLM], config: ModelConfig, tokenizer: Tokenizer | None, file: Path
+) -> int:
     if tokenizer is None:
         return config.vocab_size
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.vocab_size > config.vocab_size + family.tokens_without_embedding:
         detail = f"{tokenizer.vocab_size} tokens, but the model has {config.vocab_size} embeddings"
         raise load_error(file, "vocabulary", detail)
-    return tokenizer.vocab_size
+    return min(tokenizer.vocab_size, config.vocab_size)
 
 
 def _gguf_tokenizer(source: GgufFile, path: Path) -> Tokenizer:

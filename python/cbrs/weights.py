@@ -4,7 +4,7 @@ All names and shapes are compared before the first tensor is read, so a checkpoi
 is refused at once and no half-built model is left behind.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,10 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """Older checkpoints store the rotary frequencies, which follow from the config."""
 
 
+Values = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+"""A tensor as a file gives it: float32, or the bits of bfloat16."""
+
+
 class TensorFile(Protocol):
     """A GGUF file or a safetensors checkpoint, as `cbrs._core` opens it."""
 
@@ -29,7 +33,7 @@ class TensorFile(Protocol):
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, `(out_features, in_features)` for a matrix."""
 
-    def tensor(self, name: str, dtype: str) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+    def tensor(self, name: str, dtype: str) -> Values:
         """Return the values as float32, or as the bits of bfloat16 in uint16."""
 
 
@@ -40,17 +44,23 @@ class CheckpointWeights:
         self,
         source: TensorFile,
         path: Path,
+        convert: Callable[[str, Values], Values],
         *,
         dtype: torch.dtype,
         device: torch.device,
         pack: bool = True,
     ) -> None:
-        """Read from `source`, which was opened at `path`; `pack` as in `models.layers.Weights`."""
+        """Read from `source`, which was opened at `path`; `pack` as in `models.layers.Weights`.
+
+        `convert` gets the Hugging Face name and the stored values of a tensor and returns those
+        that the model uses.
+        """
         self.dtype = dtype
         self.device = device
         self.pack = pack
         self._source = source
         self._path = path
+        self._convert = convert
         self._names: dict[str, str] = {}
 
     def check(
@@ -82,7 +92,8 @@ class CheckpointWeights:
         """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
         wanted = self.dtype if dtype is None else dtype
         bits = wanted == torch.bfloat16
-        values = self._source.tensor(self._names[name], "bfloat16" if bits else "float32")
+        stored = self._source.tensor(self._names[name], "bfloat16" if bits else "float32")
+        values = self._convert(name, stored)
         if not values.flags.writeable:
             values = values.copy()  # torch takes no read-only memory
         tensor = torch.from_numpy(values)

@@ -7,25 +7,32 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import cbrs
-from cbrs.cli import demo, generate, pull
-from cbrs.cli.common import InputError
+from cbrs.cli import demo, generate, info, pull
+from cbrs.cli.common import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    InputError,
+    Parser,
+)
 from cbrs.errors import ModelLoadError
 
-EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
-
 logger = logging.getLogger("cbrs")
+
+_COMMANDS = (generate, pull, info, demo)
+_OFFLINE = "CBRS_OFFLINE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse itself exits with 2 on bad arguments."""
     arguments = _make_parser().parse_args(argv)
-    with _logging_to_stderr(logging.DEBUG if arguments.verbose else logging.INFO):
+    level = logging.DEBUG if arguments.verbose else logging.INFO
+    with _logging_to_stderr(level), _offline(arguments.offline):
         return _run(arguments)
 
 
@@ -51,18 +58,43 @@ def _run(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _make_parser() -> Parser:
+    parser = Parser(
         prog="cbrs",
         description="Continuous-batching inference for decoder language models.",
-        epilog="example:\n  cbrs generate null --prompt 'Once upon a time' --max-tokens 8",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cbrs {cbrs.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, pull, demo):
+    for module in _COMMANDS:
         module.add_parser(commands)
+    examples = [str(command.get_default("example")) for command in commands.choices.values()]
+    parser.epilog = "\n".join(
+        [
+            "`cbrs COMMAND --help` tells the options of one command.",
+            "exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted",
+            "environment: CBRS_CACHE=FOLDER, CBRS_OFFLINE=1 or HF_HUB_OFFLINE=1 (see --offline)",
+            "",
+            "examples:",
+            *(f"  {example}" for example in examples),
+        ]
+    )
     return parser
+
+
+@contextmanager
+def _offline(is_wanted: bool) -> Iterator[None]:
+    """Sets `CBRS_OFFLINE` during one command; afterwards it is as it was."""
+    before = os.environ.get(_OFFLINE)
+    if is_wanted:
+        os.environ[_OFFLINE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_OFFLINE, None)
+        else:
+            os.environ[_OFFLINE] = before
 
 
 @contextmanager
@@ -96,6 +128,8 @@ class _OneLineFormatter(logging.Formatter):
 
 def _report(error: Exception, exit_code: int) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
+    if logger.isEnabledFor(logging.DEBUG):
+        # Not through the logger: a message may quote the input, and prompts are never logged.
+        traceback.print_exception(error)
     print(f"cbrs: error: {message}", file=sys.stderr)
-    logger.debug("traceback", exc_info=error)
     return exit_code

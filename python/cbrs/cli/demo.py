@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cbrs import demo
-from cbrs.cli.common import add_command
+from cbrs.cli.common import add_command, add_offline_option
 
 if TYPE_CHECKING:
     from cbrs.cli.common import Commands
@@ -21,3 +21,4 @@ def add_parser(commands: Commands) -> None:
         demo.run_demo,
     )
     demo.add_arguments(parser)
+    add_offline_option(parser)

@@ -6,10 +6,16 @@ import argparse
 import json
 import logging
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cbrs.cli.common import InputError, add_command
+from cbrs.cli.options import (
+    add_engine_options,
+    add_model_argument,
+    add_sampling_options,
+    given,
+)
 from cbrs.cli.prompts import PromptItem, read_prompts
 from cbrs.config import EngineConfig
 from cbrs.sampling_params import SamplingParams
@@ -24,22 +30,12 @@ logger = logging.getLogger("cbrs")
 _EXAMPLE = "cbrs generate smollm2-135m-instruct --prompt 'The capital of France is' --max-tokens 8"
 # Without a bound, a model that does not end by itself would run until its context is full.
 _DEFAULT_MAX_TOKENS = 256
-_INT_OPTIONS = {
-    "num_threads": "CPU threads",
-    "num_blocks": "KV blocks in the pool",
-    "kv_cache_bytes": "size of the KV pool (default: a quarter of the free memory, at most 4 GiB)",
-    "block_size": "tokens per KV block",
-    "max_num_seqs": "sequences that run at once",
-    "max_num_batched_tokens": "token budget of one step",
-    "max_prefill_chunk_tokens": "prompt tokens of one sequence in one step",
-    "max_model_len": "prompt plus output at most",
-}
 
 
 def add_parser(commands: Commands) -> None:
     """Adds the command `generate`."""
     parser = add_command(commands, "generate", "complete prompts", _EXAMPLE, _run)
-    parser.add_argument("model", metavar="MODEL", help="known name, folder, .gguf file or null")
+    add_model_argument(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--prompt", action="append", dest="prompts", metavar="TEXT", help="a prompt; repeatable"
@@ -52,63 +48,16 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
-    _add_sampling_options(parser)
-    _add_engine_options(parser)
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling")
-    default = SamplingParams()
-    for name, kind, meaning in (
-        (
-            "max_tokens",
-            int,
-            f"output tokens at most (default: {_DEFAULT_MAX_TOKENS}, or what fits)",
-        ),
-        ("temperature", float, f"0 is greedy (default: {default.temperature})"),
-        ("top_k", int, "keep only the N most likely tokens (default: all)"),
-        ("top_p", float, f"keep tokens that together have this probability ({default.top_p})"),
-        ("min_p", float, f"drop tokens less likely than this share of the best ({default.min_p})"),
-        ("seed", int, "the same seed gives the same text"),
-    ):
-        option, metavar = "--" + name.replace("_", "-"), "N" if kind is int else "X"
-        group.add_argument(option, type=kind, metavar=metavar, help=meaning)
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the output before this; repeatable"
-    )
-    group.add_argument(
-        "--ignore-eos",
-        action="store_const",
-        const=True,
-        help="do not end at the model's end tokens",
-    )
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    default = EngineConfig()
-    group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto)")
-    group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
-    for name, meaning in _INT_OPTIONS.items():
-        value = getattr(default, name)
-        shown = meaning if value is None else f"{meaning} (default: {value})"
-        group.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=shown)
-    group.add_argument("--policy", help=f"fcfs or static (default: {default.policy})")
-    group.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_const",
-        const=False,
-        help="do not reuse KV blocks between prompts that begin alike",
-    )
+    add_sampling_options(parser, _DEFAULT_MAX_TOKENS)
+    add_engine_options(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     items = read_prompts(arguments.prompts, arguments.file, as_chat=arguments.chat)
-    base = SamplingParams(**_given(arguments, SamplingParams))
+    base = SamplingParams(**given(arguments, SamplingParams))
     from cbrs.llm import LLM
 
-    with LLM(**_given(arguments, EngineConfig, but="seed")) as llm:
+    with LLM(**given(arguments, EngineConfig, but="seed")) as llm:
         prompts = [_to_token_ids(item, llm) for item in items]
         params = [
             _bounded(replace(base, **item.sampling), llm.config().max_model_len - len(prompt))
@@ -129,12 +78,6 @@ def _run(arguments: argparse.Namespace) -> int:
     for output in failed:
         logger.error("a request failed: %s", output.error)
     return 1 if failed else 0
-
-
-def _given(arguments: argparse.Namespace, cls: type[Any], but: str = "") -> dict[str, Any]:
-    """Returns the options that were given and are fields of `cls`."""
-    values = {item.name: getattr(arguments, item.name, None) for item in fields(cls)}
-    return {name: value for name, value in values.items() if value is not None and name != but}
 
 
 def _to_token_ids(item: PromptItem, llm: LLM) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbrs.errors import InvalidRequestError
+from cbrs.table import format_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +77,7 @@ def run_demo(options: argparse.Namespace) -> int:
         runs[name], results[name] = _run_policy(name, policy, workload, options)
     table = _table(runs, results)
     answers = _answers(workload, results["continuous"])
-    print(_format_table(table))
+    print(format_table(table))
     for answer in answers:
         print(f"\n> {answer.prompt}\n{answer.text.strip()}")
     print()
@@ -132,7 +133,7 @@ def _table(
     """Rows of cells, the header first; a column a policy."""
     columns = list(runs.values())
     num_equal = sum(
-        first.token_ids.tolist() == second.token_ids.tolist()
+        first.outputs[0].token_ids.tolist() == second.outputs[0].token_ids.tolist()
         for first, second in zip(*results.values(), strict=True)
     )
     ttft = [run.time_to_first_token for run in columns]
@@ -150,17 +151,6 @@ def _table(
         ["prefix-cache hits, tokens", *(str(run.prefix_cache_hit_tokens) for run in columns)],
         ["answers equal in both", "", f"{num_equal} of {total}"],
     ]
-
-
-def _format_table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def _answers(

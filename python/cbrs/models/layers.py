@@ -6,15 +6,15 @@ the layers are called with the tokens of a whole batch, `[num_tokens, width]`.
 
 import importlib
 import platform
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cbrs.models.rope import RopeScaling, inverse_frequencies
+from cbrs.models.rope import Rotary, inverse_frequencies
 
 _UPCAST_FROM_TOKENS = 4
 """From this many tokens on, a bfloat16 product without hardware support runs in float32."""
@@ -113,24 +113,40 @@ class RMSNorm(nn.Module):
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps).to(self.dtype)
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm of every query and key head by itself, in float32."""
+
+    def __init__(
+        self, weights: Weights, prefix: str, eps: float, num_heads: int, num_kv_heads: int
+    ) -> None:
+        """Read `q_norm` and `k_norm` `[head_dim]` under `prefix`."""
+        super().__init__()
+        query = weights.read(f"{prefix}.q_norm.weight", torch.float32)
+        key = weights.read(f"{prefix}.k_norm.weight", torch.float32)
+        # One row a head, so that queries and keys are scaled by one product.
+        self.weight = torch.cat([query.expand(num_heads, -1), key.expand(num_kv_heads, -1)])
+        self.eps = eps
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Return the norm of float32 `[num_tokens, num_heads + num_kv_heads, head_dim]`."""
+        return F.rms_norm(heads, heads.shape[-1:], None, self.eps).mul_(self.weight)
+
+
 class RotaryEmbedding(nn.Module):
-    """Rotary positions in the half-split layout: dimension i turns together with i + head_dim / 2.
+    """Rotary positions in the half-split layout: dimension i turns together with i + dim / 2.
 
     The angles are computed from the positions of each batch, in float32, once for all layers. There
     is no table, so a long context costs no memory.
     """
 
-    def __init__(
-        self, theta: float, head_dim: int, scaling: RopeScaling | None, device: torch.device
-    ) -> None:
-        """Compute the frequencies of `theta` under `scaling`."""
+    def __init__(self, rotary: Rotary, device: torch.device) -> None:
+        """Compute the frequencies of `rotary`."""
         super().__init__()
-        frequencies = inverse_frequencies(theta, head_dim, scaling)
-        self._frequencies = torch.from_numpy(frequencies).to(device)
-        self._magnitude = 1.0 if scaling is None else scaling.attention_factor
+        self._frequencies = torch.from_numpy(inverse_frequencies(rotary)).to(device)
+        self._magnitude = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, float32 `[num_tokens, 1, head_dim / 2]`, of int32 positions."""
+    def forward(self, positions: Tensor) -> "Angles":
+        """Return the angles of int32 positions `[num_tokens]`."""
         angles = torch.outer(positions.float(), self._frequencies).unsqueeze(1)
         cosine, sine = angles.cos(), angles.sin()
         if self._magnitude != 1.0:
@@ -139,14 +155,30 @@ class RotaryEmbedding(nn.Module):
         return cosine, sine
 
 
-def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn float32 `[num_tokens, num_heads, head_dim]` by the angles of `RotaryEmbedding`."""
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine, float32 `[num_tokens, 1, dim / 2]`."""
+
+
+def rotate(heads: Tensor, angles: Angles) -> Tensor:
+    """Turn float32 `[num_tokens, num_heads, head_dim]`; dimensions without an angle stay."""
+    cosine, sine = angles
+    half = cosine.shape[-1]
+    first, second = heads[..., :half], heads[..., half : 2 * half]
     out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     torch.mul(first, cosine, out=out[..., :half]).addcmul_(second, sine, value=-1.0)
-    torch.mul(second, cosine, out=out[..., half:]).addcmul_(first, sine)
+    torch.mul(second, cosine, out=out[..., half : 2 * half]).addcmul_(first, sine)
+    if 2 * half < heads.shape[-1]:
+        out[..., 2 * half :] = heads[..., 2 * half :]
     return out
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that `ModelConfig.hidden_act` names."""
+    known: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": F.silu,
+        "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    }
+    return known[name]
 
 
 @cache

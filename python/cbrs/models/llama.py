@@ -1,35 +1,37 @@
 """The Llama architecture: RMSNorm, rotary positions, grouped heads, gated MLP.
 
-Mistral differs only by its sliding window, which attention applies. The model sees the tokens of a
-whole batch as one list and knows nothing of sequences: those are the attention back end's.
+The other architectures are this one with something added, so their classes derive from these. The
+model sees the tokens of a whole batch as one list and knows nothing of sequences: those are the
+attention back end's.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import replace
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cbrs.models import gguf, hf
 from cbrs.models.config import ModelConfig
-from cbrs.models.layers import Linear, RMSNorm, RotaryEmbedding, Weights, rotate
+from cbrs.models.fields import Fields
+from cbrs.models.layers import (
+    Angles,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    Weights,
+    activation,
+    rotate,
+)
+from cbrs.weights import Values
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 FINAL_NORM = "model.norm"
 
 _GGUF_GLOBALS = {EMBEDDING: "token_embd", HEAD: "output", FINAL_NORM: "output_norm"}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 class Attention(Protocol):
@@ -39,79 +41,56 @@ class Attention(Protocol):
         """Write keys and values of the batch, then return `[num_tokens, num_heads, head_dim]`."""
 
 
-def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every tensor that a checkpoint of this shape must hold."""
-    width, hidden = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    grouped = config.num_kv_heads * config.head_dim
-    projections = (
-        ("self_attn.q_proj", query, width, config.attention_bias),
-        ("self_attn.k_proj", grouped, width, config.attention_bias),
-        ("self_attn.v_proj", grouped, width, config.attention_bias),
-        ("self_attn.o_proj", width, query, config.attention_bias),
-        ("mlp.gate_proj", hidden, width, config.mlp_bias),
-        ("mlp.up_proj", hidden, width, config.mlp_bias),
-        ("mlp.down_proj", width, hidden, config.mlp_bias),
-    )
-    yield f"{EMBEDDING}.weight", (config.vocab_size, width)
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (width,)
-        yield f"{prefix}.post_attention_layernorm.weight", (width,)
-        for name, rows, columns, has_bias in projections:
-            yield f"{prefix}.{name}.weight", (rows, columns)
-            if has_bias:
-                yield f"{prefix}.{name}.bias", (rows,)
-    yield f"{FINAL_NORM}.weight", (width,)
-    if not config.tie_word_embeddings:
-        yield f"{HEAD}.weight", (config.vocab_size, width)
-
-
-def gguf_name(name: str) -> str:
-    """Return what a GGUF file calls the tensor with this Hugging Face name."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _GGUF_GLOBALS:
-        return f"{_GGUF_GLOBALS[stem]}.{kind}"
-    layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_GGUF_LAYER[part]}.{kind}"
-
-
 class LlamaLayer(nn.Module):
     """One decoder layer; q, k, v are one matrix, and so are gate and up."""
+
+    qkv_names: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+    gate_up_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
 
     def __init__(self, config: ModelConfig, weights: Weights, index: int) -> None:
         """Read the tensors of layer `index`."""
         super().__init__()
         prefix = f"model.layers.{index}"
-        bias, eps = config.attention_bias, config.rms_norm_eps
-        attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
+        eps = config.rms_norm_eps
         self.index = index
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.qkv = Linear.read(weights, attention, bias)
-        self.out = Linear.read(weights, [f"{prefix}.self_attn.o_proj"], bias)
-        gated = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
-        self.gate_up = Linear.read(weights, gated, config.mlp_bias)
+        qkv = [f"{prefix}.self_attn.{name}" for name in self.qkv_names]
+        self.qkv = Linear.read(weights, qkv, config.attention_bias)
+        self.out = Linear.read(weights, [f"{prefix}.self_attn.o_proj"], config.output_bias)
+        gate_up = [f"{prefix}.mlp.{name}" for name in self.gate_up_names]
+        self.gate_up = Linear.read(weights, gate_up, config.mlp_bias)
         self.down = Linear.read(weights, [f"{prefix}.mlp.down_proj"], config.mlp_bias)
+        self.activation = activation(config.hidden_act)
         self.attention_norm = RMSNorm(weights, f"{prefix}.input_layernorm.weight", eps)
         self.mlp_norm = RMSNorm(weights, f"{prefix}.post_attention_layernorm.weight", eps)
 
-    def forward(self, hidden: Tensor, cosine: Tensor, sine: Tensor, attention: Attention) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles | None, attention: Attention) -> Tensor:
         """Return the layer's output, float32 `[num_tokens, hidden_size]` as `hidden` is."""
-        projected = self.qkv(self.attention_norm(hidden))
+        mixed = self.attend(self.attention_norm(hidden), angles, attention)
+        hidden = self.out(mixed, hidden)
+        return self.down(self.gated(self.mlp_norm(hidden)), hidden)  # type: ignore[no-any-return]
+
+    def attend(self, normed: Tensor, angles: Angles | None, attention: Attention) -> Tensor:
+        """Return what the heads gather, `[num_tokens, num_heads * head_dim]`."""
+        projected = self.qkv(normed)
         # Rotation and attention take float32 whatever the model runs in: the angles of late
         # positions need its precision.
         heads = projected.float().unflatten(-1, (-1, self.head_dim))
-        rotated = rotate(heads[:, : self.num_heads + self.num_kv_heads], cosine, sine)
-        mixed = attention.forward(
-            self.index,
-            rotated[:, : self.num_heads],
-            rotated[:, self.num_heads :],
-            heads[:, self.num_heads + self.num_kv_heads :],
-        )
-        hidden = self.out(mixed.flatten(1).to(projected.dtype), hidden)
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), hidden)  # type: ignore[no-any-return]
+        split = self.num_heads + self.num_kv_heads
+        placed = self.place(heads[:, :split], angles)
+        query, key = placed[:, : self.num_heads], placed[:, self.num_heads :]
+        mixed = attention.forward(self.index, query, key, heads[:, split:])
+        return mixed.flatten(1).to(projected.dtype)
+
+    def place(self, heads: Tensor, angles: Angles | None) -> Tensor:
+        """Give queries and keys their positions; without angles they have none."""
+        return heads if angles is None else rotate(heads, angles)
+
+    def gated(self, normed: Tensor) -> Tensor:
+        """Return the inner state of the MLP, `[num_tokens, intermediate_size]`."""
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -119,7 +98,29 @@ class LlamaForCausalLM(nn.Module):
 
     Between the layers the hidden state is float32 whatever the weights are: rounding it to bfloat16
     after every layer would cost more accuracy than the weights' own rounding, and it is small.
+
+    The class methods are what the loader asks: the configuration of a checkpoint, the tensors that
+    it must hold, their names in GGUF files, and how stored values differ from those used here.
     """
+
+    layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
+    """What each layer is made of."""
+    gguf_names: ClassVar[dict[str, str]] = {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    """Names of a layer's tensors in GGUF files."""
+    gguf_factors: ClassVar[tuple[str, ...]] = (gguf.ROPE_FACTORS,)
+    """Tensors of GGUF files that `config_from_gguf` reads."""
+    tokens_without_embedding: ClassVar[int] = 0
+    """How many tokens more than embeddings a tokenizer may have; prompts cannot use them."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         """Read every tensor; names and shapes have been checked against `expected_tensors`."""
@@ -127,7 +128,7 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.embedding = weights.read(f"{EMBEDDING}.weight")
         self.layers = nn.ModuleList(
-            LlamaLayer(config, weights, index) for index in range(config.num_layers)
+            self.layer_class(config, weights, index) for index in range(config.num_layers)
         )
         # On the CPU the head is float32: bfloat16 logits of usual size lie 1/16 apart, so that the
         # best two would often be equal. A tied head is the embedding again; packed it is a second
@@ -137,9 +138,11 @@ class LlamaForCausalLM(nn.Module):
         head = self.embedding if tied else weights.read(f"{HEAD}.weight", head_type)
         self.head = Linear(head.to(head_type), pack=weights.pack)
         self.norm = RMSNorm(weights, f"{FINAL_NORM}.weight", config.rms_norm_eps, head_type)
-        self.rotary = RotaryEmbedding(
-            config.rope_theta, config.head_dim, config.rope_scaling, weights.device
-        )
+        kinds = list(dict.fromkeys(config.rotary))
+        self._rotaries = [
+            None if kind is None else RotaryEmbedding(kind, weights.device) for kind in kinds
+        ]
+        self._kind_of_layer = [kinds.index(kind) for kind in config.rotary]
 
     @torch.inference_mode()
     def forward(
@@ -150,10 +153,90 @@ class LlamaForCausalLM(nn.Module):
         `token_ids` and `positions` are int32 `[num_tokens]`; `logits_index` int32 names the tokens
         whose logits are wanted.
         """
-        hidden = F.embedding(token_ids, self.embedding).float()
-        cosine, sine = self.rotary(positions)
-        for layer in self.layers:
-            hidden = layer(hidden, cosine, sine, attention)
+        hidden = self.embed(token_ids)
+        angles = [None if rotary is None else rotary(positions) for rotary in self._rotaries]
+        for layer, kind in zip(self.layers, self._kind_of_layer, strict=True):
+            hidden = layer(hidden, angles[kind], attention)
         selected = self.norm(hidden.index_select(0, logits_index))
         logits: Tensor = self.head(selected).float()
         return logits
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return what the first layer gets, float32 `[num_tokens, hidden_size]`."""
+        return F.embedding(token_ids, self.embedding).float()
+
+    @classmethod
+    def config_from_hf(cls, fields: Fields) -> ModelConfig:
+        """Read a `config.json`."""
+        config = hf.base_config(fields, "LlamaForCausalLM", positions=2048)
+        bias = fields.boolean("attention_bias", False)
+        return replace(
+            config,
+            rotary=(hf.read_rotary(fields, config),) * config.num_layers,
+            sliding_windows=hf.same_windows(fields, config.num_layers),
+            attention_bias=bias,
+            output_bias=bias,
+            mlp_bias=fields.boolean("mlp_bias", False),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, fields: gguf.GgufFields) -> ModelConfig:
+        """Read the metadata of a GGUF file of the `llama` architecture."""
+        config = gguf.base_config(fields, "LlamaForCausalLM")
+        return replace(
+            config,
+            rotary=(gguf.read_rotary(fields, config),) * config.num_layers,
+            sliding_windows=(gguf.read_window(fields),) * config.num_layers,
+        )
+
+    @classmethod
+    def expected_tensors(cls, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every tensor that a checkpoint of this shape must hold."""
+        table = (config.vocab_size, config.hidden_size)
+        yield f"{EMBEDDING}.weight", table
+        for layer in range(config.num_layers):
+            for name, shape in cls.layer_tensors(config):
+                yield f"model.layers.{layer}.{name}", shape
+        yield f"{FINAL_NORM}.weight", (config.hidden_size,)
+        if not config.tie_word_embeddings:
+            yield f"{HEAD}.weight", table
+
+    @classmethod
+    def layer_tensors(cls, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every tensor of one layer."""
+        width, hidden = config.hidden_size, config.intermediate_size
+        query = config.num_heads * config.head_dim
+        grouped = config.num_kv_heads * config.head_dim
+        yield "input_layernorm.weight", (width,)
+        yield "post_attention_layernorm.weight", (width,)
+        for name, rows, columns, has_bias in (
+            ("self_attn.q_proj", query, width, config.attention_bias),
+            ("self_attn.k_proj", grouped, width, config.attention_bias),
+            ("self_attn.v_proj", grouped, width, config.attention_bias),
+            ("self_attn.o_proj", width, query, config.output_bias),
+            ("mlp.gate_proj", hidden, width, config.mlp_bias),
+            ("mlp.up_proj", hidden, width, config.mlp_bias),
+            ("mlp.down_proj", width, hidden, config.mlp_bias),
+        ):
+            yield f"{name}.weight", (rows, columns)
+            if has_bias:
+                yield f"{name}.bias", (rows,)
+
+    @classmethod
+    def gguf_name(cls, name: str) -> str:
+        """Return what a GGUF file calls the tensor with this Hugging Face name."""
+        stem, _, kind = name.rpartition(".")
+        if stem in _GGUF_GLOBALS:
+            return f"{_GGUF_GLOBALS[stem]}.{kind}"
+        layer, _, part = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{cls.gguf_names[part]}.{kind}"
+
+    @classmethod
+    def convert_hf(cls, config: ModelConfig, name: str, values: Values) -> Values:
+        """Return the values to use for those that a safetensors file stores under `name`."""
+        return values
+
+    @classmethod
+    def convert_gguf(cls, config: ModelConfig, name: str, values: Values) -> Values:
+        """Return the values to use for those that a GGUF file stores for `name`."""
+        return values

@@ -58,16 +58,10 @@ def null_config(vocab_size: int) -> ModelConfig:
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
+        attention_scale=1.0,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=None,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-        hidden_act="silu",
-        bos_token_id=None,
-        eos_token_ids=(),
     )
 
 

@@ -19,6 +19,8 @@ from cbrs.kernels import reference
 _T = TypeVar("_T")
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from cbrs.runner.kv_cache import KVCache
@@ -38,6 +40,14 @@ class AttentionShape(Protocol):
     @property
     def head_dim(self) -> int:
         """Elements of one head."""
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+
+    @property
+    def sliding_windows(self) -> Sequence[int | None]:
+        """The window of each layer, None for the whole context; one entry a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +110,6 @@ class CpuAttention:
         shape: AttentionShape,
         kv_cache: KVCache,
         num_threads: int,
-        sliding_window: int | None = None,
     ) -> None:
         """Start the kernels' threads and keep numpy views of every layer's cache."""
         self._kernels = CpuKernels(num_threads)
@@ -108,8 +117,8 @@ class CpuAttention:
         self._kv_cache = kv_cache
         self._keys = [_cache_view(tensor) for tensor in kv_cache.keys]
         self._values = [_cache_view(tensor) for tensor in kv_cache.values]
-        self._scale = shape.head_dim**-0.5
-        self._sliding_window = sliding_window
+        self._scale = shape.attention_scale
+        self._windows = shape.sliding_windows
         self._metadata: AttentionMetadata | None = None
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -134,7 +143,7 @@ class CpuAttention:
             metadata.query_start,
             metadata.seq_lens,
             self._scale,
-            self._sliding_window,
+            self._windows[layer],
         )
         return out.to(query.dtype)
 
@@ -142,13 +151,11 @@ class CpuAttention:
 class TorchAttention:
     """The plain PyTorch twin in `cbrs.kernels.reference`; any device, not fast."""
 
-    def __init__(
-        self, shape: AttentionShape, kv_cache: KVCache, sliding_window: int | None = None
-    ) -> None:
+    def __init__(self, shape: AttentionShape, kv_cache: KVCache) -> None:
         """Attend over `kv_cache` on the device where it lies."""
         self._kv_cache = kv_cache
-        self._scale = shape.head_dim**-0.5
-        self._sliding_window = sliding_window
+        self._scale = shape.attention_scale
+        self._windows = shape.sliding_windows
         self._slot_mapping: Tensor | None = None
         self._index: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
@@ -170,7 +177,7 @@ class TorchAttention:
         reference.write_kv(key, value, key_cache, value_cache, slot_mapping)
         out = torch.empty_like(query)
         reference.paged_attention(
-            out, query, key_cache, value_cache, *index, self._scale, self._sliding_window
+            out, query, key_cache, value_cache, *index, self._scale, self._windows[layer]
         )
         return out
 
@@ -180,12 +187,11 @@ def make_backend(
     kv_cache: KVCache,
     device: torch.device | str,
     num_threads: int,
-    sliding_window: int | None = None,
 ) -> AttentionBackend:
     """Return the back end for `device`: native kernels on the CPU, the PyTorch twin elsewhere."""
     if torch.device(device).type == "cpu":
-        return CpuAttention(shape, kv_cache, num_threads, sliding_window)
-    return TorchAttention(shape, kv_cache, sliding_window)
+        return CpuAttention(shape, kv_cache, num_threads)
+    return TorchAttention(shape, kv_cache)
 
 
 def _current(value: _T | None) -> _T:

@@ -86,5 +86,5 @@ def make_runner(
         loaded.device,
     )
     threads = num_threads or len(os.sched_getaffinity(0))
-    attention = make_backend(config, kv_cache, loaded.device, threads, config.sliding_window)
+    attention = make_backend(config, kv_cache, loaded.device, threads)
     return ModelRunner(loaded, kv_cache, attention), Sampler(loaded.vocab_size)

@@ -240,3 +240,37 @@ proptest! {
         check_stops(&spm(), &ids, &stops);
     }
 }
+
+/// As `pieces`, for a stream with further options.
+fn pieces_of(mut stream: TextStream, ids: &[i32]) -> Vec<String> {
+    let mut pieces = Vec::new();
+    for &id in ids {
+        stream.push(id);
+        pieces.push(stream.take_delta().to_owned());
+    }
+    stream.finish();
+    pieces.push(stream.take_delta().to_owned());
+    pieces
+}
+
+#[test]
+fn a_stop_string_that_is_kept_needs_no_holding_back_and_nothing_follows_it() {
+    let stream =
+        |stops: &[&str]| TextStream::new(byte_level(), StopStrings::new(stops).unwrap(), true).keeping_stop(true);
+    assert_eq!(pieces_of(stream(&["DEFG"]), &bytes(b"aDEFGh")), ["a", "D", "E", "F", "G", "", ""]);
+    assert_eq!(pieces_of(stream(&["o w"]), &[HELLO, WORLD, HELLO]), ["hello", " w", "", ""]);
+    assert_eq!(pieces_of(stream(&["bc", "abc"]), &bytes(b"zabcd")), ["z", "a", "b", "c", "", ""]);
+}
+
+#[test]
+fn g08_stop_strings_are_looked_for_after_min_tokens_with_nothing_matched() {
+    let stream = |min_tokens, stops: &[&str]| {
+        TextStream::new(byte_level(), StopStrings::new(stops).unwrap(), true).with_min_tokens(min_tokens)
+    };
+    assert_eq!(pieces_of(stream(2, &["ab"]), &bytes(b"ababz")), ["a", "b", "", "", "", ""]);
+    // The first "a" came before: it is not the beginning of a match.
+    assert_eq!(pieces_of(stream(1, &["ab"]), &bytes(b"abab")), ["a", "b", "", "", ""]);
+    // A character belongs to the token that completes it.
+    assert_eq!(pieces_of(stream(1, &["é"]), &bytes("éé".as_bytes())), ["", "", "", "", ""]);
+    assert_eq!(pieces_of(stream(2, &["é"]), &bytes("éé".as_bytes())), ["", "é", "", "", ""]);
+}

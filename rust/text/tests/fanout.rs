@@ -10,110 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cbrs_core::{Error, FinishReason, RequestSpec, Scheduler, SchedulerConfig, StepResult};
-use cbrs_text::{FinishedChoice, FinishedRequest, OutputProcessor, Recipient, StopReason, StopStrings, TextSpec};
-use common::{END, HELLO, SPACE_C3, WORLD, byte_level};
-
-const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// A scheduler whose model says `script`, by output position, to every request.
-struct Rig {
-    scheduler: Scheduler,
-    processor: OutputProcessor,
-    script: Vec<i32>,
-    time_ns: u64,
-}
-
-impl Rig {
-    fn new(script: &[i32]) -> Self {
-        let config = SchedulerConfig {
-            max_num_seqs: 4,
-            max_num_batched_tokens: 64,
-            num_blocks: 64,
-            max_model_len: 128,
-            vocab_size: Some(263),
-            eos_token_ids: vec![END],
-            ..SchedulerConfig::default()
-        };
-        let mut scheduler = Scheduler::new(config).unwrap();
-        let processor = OutputProcessor::new(scheduler.submitter(), Some(byte_level())).unwrap();
-        scheduler.set_output_sink(Some(processor.sink()));
-        Self { scheduler, processor, script: script.to_vec(), time_ns: 0 }
-    }
-
-    fn submit(&self, max_tokens: u64, stops: &[&str]) -> u64 {
-        let spec = RequestSpec { max_tokens: Some(max_tokens), ..RequestSpec::new(vec![1, 2, 3]) };
-        self.submit_spec(spec, stops)
-    }
-
-    fn submit_spec(&self, spec: RequestSpec, stops: &[&str]) -> u64 {
-        self.submit_text(spec, &stopping(stops))
-    }
-
-    fn submit_text(&self, spec: RequestSpec, text: &TextSpec) -> u64 {
-        self.processor.submit(spec, text, recipient(7), self.time_ns).unwrap().as_u64()
-    }
-
-    /// One step, one millisecond later; returns whether something ran.
-    fn step(&mut self) -> bool {
-        let tokens: Vec<i32> = self
-            .scheduler
-            .batch()
-            .sample_positions
-            .iter()
-            .map(|&position| self.script[position as usize % self.script.len()])
-            .collect();
-        let result = StepResult { token_ids: &tokens, ..StepResult::default() };
-        self.time_ns += 1_000_000;
-        let is_idle = self.scheduler.batch().num_samples() == 0;
-        self.scheduler.step((!is_idle).then_some(&result), self.time_ns).unwrap();
-        self.scheduler.batch().num_seqs() > 0
-    }
-
-    /// Steps until `count` requests have finished.
-    fn finish(&mut self, count: usize) -> Vec<FinishedRequest> {
-        let start = Instant::now();
-        let mut finished = Vec::new();
-        while finished.len() < count {
-            assert!(start.elapsed() < TIMEOUT, "{} of {count} finished", finished.len());
-            let ran = self.step();
-            let wait = if ran { Duration::ZERO } else { Duration::from_millis(1) };
-            finished.extend(self.processor.wait_finished(wait, 0));
-        }
-        assert_eq!(self.processor.num_live(), 0);
-        finished
-    }
-
-    fn run(&mut self, max_tokens: u64, stops: &[&str]) -> FinishedChoice {
-        self.submit(max_tokens, stops);
-        self.finish_choice()
-    }
-
-    /// Steps until a request has finished; returns its only output.
-    fn finish_choice(&mut self) -> FinishedChoice {
-        only_choice(self.finish(1).pop().unwrap())
-    }
-}
-
-impl Drop for Rig {
-    fn drop(&mut self) {
-        if !std::thread::panicking() {
-            self.scheduler.check_invariants();
-        }
-    }
-}
-
-fn recipient(index: u64) -> Recipient<'static> {
-    Recipient { index, channel: None }
-}
-
-fn stopping(stops: &[&str]) -> TextSpec {
-    TextSpec::with_stops(StopStrings::new(stops).unwrap())
-}
-
-fn only_choice(mut request: FinishedRequest) -> FinishedChoice {
-    assert_eq!(request.outputs.len(), 1);
-    request.outputs.pop().unwrap()
-}
+use cbrs_text::{FinishedRequest, OutputProcessor, StopReason, TextSpec};
+use common::rig::{Rig, TIMEOUT, only_choice, recipient, stopping};
+use common::{END, HELLO, NEWLINE, SPACE_C3, WORLD, byte_level, spm, spm_word};
 
 fn text(stop: &str) -> StopReason {
     StopReason::Text(stop.into())
@@ -399,4 +298,137 @@ fn no_event_is_missed_while_other_threads_submit() {
         assert_eq!(result.outputs[0].finish_reason, reason);
     }
     assert_eq!(processor.num_live(), 0);
+}
+
+#[test]
+fn the_stop_string_stays_in_the_text_if_asked_for() {
+    let mut rig = Rig::new(&[HELLO, WORLD, 33]);
+    let spec = || RequestSpec { max_tokens: Some(20), ..RequestSpec::new(vec![1]) };
+    let keeping = TextSpec { include_stop_str_in_output: true, ..stopping(&["o w"]) };
+    rig.submit_text(spec(), &keeping);
+    let result = rig.finish_choice();
+    assert_eq!((result.text.as_str(), result.stop_reason), ("hello w", Some(text("o w"))));
+    assert_eq!(result.token_ids, [HELLO, WORLD]);
+}
+
+#[test]
+fn special_tokens_are_left_out_of_the_text_unless_asked_for() {
+    let mut rig = Rig::new(&[HELLO, END, WORLD]);
+    let spec = || RequestSpec { ignore_eos: true, max_tokens: Some(3), ..RequestSpec::new(vec![1]) };
+    rig.submit_text(spec(), &TextSpec::default());
+    assert_eq!(rig.finish_choice().text, "hello world");
+    rig.submit_text(spec(), &TextSpec { skip_special_tokens: false, ..TextSpec::default() });
+    assert_eq!(rig.finish_choice().text, "hello<|end|> world");
+}
+
+#[test]
+fn without_detokenizing_there_are_ids_and_no_text_and_stop_strings_are_refused() {
+    let mut rig = Rig::new(&[HELLO, WORLD]);
+    let ids_only = TextSpec { detokenize: false, ..TextSpec::default() };
+    let spec = || RequestSpec { max_tokens: Some(2), ..RequestSpec::new(vec![1]) };
+    rig.submit_text(spec(), &ids_only);
+    let result = rig.finish_choice();
+    assert_eq!((result.text.as_str(), &result.token_ids[..]), ("", &[HELLO, WORLD][..]));
+    let refused = TextSpec { detokenize: false, ..stopping(&["x"]) };
+    let error = rig.processor.submit(spec(), &refused, recipient(0), 0).unwrap_err().to_string();
+    assert!(error.contains("detokenize=False leaves out; use stop_token_ids"), "{error}");
+    assert_eq!(rig.processor.num_live(), 0);
+}
+
+#[test]
+fn g08_a_stop_string_counts_only_after_min_tokens() {
+    let mut rig = Rig::new(&[HELLO, WORLD]);
+    for (min_tokens, stop, expected, num_tokens) in [
+        (0, "hello", "", 1),
+        // It is complete with the third token, which is the first to be searched.
+        (2, "hello", "hello world", 3),
+        (3, "hello", "hello worldhello world", 5),
+        // Begun in the second token, which is not searched: only the next one counts.
+        (2, "dhello", "hello worldhello worl", 5),
+        (8, "hello", "hello worldhello worldhello worldhello world", 9),
+    ] {
+        let mut spec = RequestSpec { max_tokens: Some(9), ..RequestSpec::new(vec![1]) };
+        spec.sampling.min_tokens = min_tokens;
+        rig.submit_spec(spec, &[stop]);
+        let result = rig.finish_choice();
+        assert_eq!((result.text.as_str(), result.token_ids.len()), (expected, num_tokens), "after {min_tokens}");
+        assert_eq!((result.finish_reason, result.stop_reason), (FinishReason::Stop, Some(text(stop))));
+    }
+}
+
+#[test]
+fn what_is_left_at_the_end_of_min_tokens_is_not_searched() {
+    let mut rig = Rig::new(&[HELLO, SPACE_C3]);
+    let mut spec = RequestSpec { max_tokens: Some(2), ..RequestSpec::new(vec![1]) };
+    spec.sampling.min_tokens = 2;
+    rig.submit_spec(spec, &["\u{FFFD}"]);
+    let result = rig.finish_choice();
+    assert_eq!((result.text.as_str(), result.finish_reason), ("hello \u{FFFD}", FinishReason::Length));
+}
+
+/// Token sequences that the scheduler bans for a request with these bad words.
+fn banned(tokenizer: cbrs_text::Tokenizer, bad_words: &[&str], given: &[&[i32]]) -> Vec<Vec<i32>> {
+    let mut rig = Rig::with_tokenizer(&[HELLO], Some(tokenizer));
+    let bad_words = bad_words.iter().map(|&word| word.to_owned()).collect();
+    let spec = RequestSpec {
+        max_tokens: Some(1),
+        bad_words_token_ids: given.iter().map(|word| word.to_vec()).collect(),
+        ..RequestSpec::new(vec![1])
+    };
+    rig.submit_text(spec, &TextSpec { bad_words, ..TextSpec::default() });
+    rig.step();
+    let tables = &rig.scheduler.batch().new_row_tables;
+    let ids = |ends: &[i32]| tables.bad_word_ids[ends[0] as usize..ends[1] as usize].to_vec();
+    let banned = tables.bad_word_start.windows(2).map(ids).collect();
+    rig.finish(1);
+    banned
+}
+
+#[test]
+fn bad_words_are_banned_with_and_without_a_leading_space() {
+    let byte = |text: &str| text.bytes().map(i32::from).collect::<Vec<_>>();
+    assert_eq!(banned(byte_level(), &["cat"], &[]), [byte("cat"), byte(" cat")]);
+    assert_eq!(banned(byte_level(), &["  cat", "cat"], &[]), [byte("cat"), byte(" cat")], "none comes twice");
+    assert_eq!(banned(byte_level(), &[" "], &[]), [byte(" ")], "a space is all there is");
+    // A newline is an added token of its own.
+    assert_eq!(banned(byte_level(), &["\n"], &[&[5, 6]]), [vec![5, 6], vec![NEWLINE], vec![32, NEWLINE]]);
+    // This one marks the start of a text as if a space were before it: both forms begin with the mark.
+    assert_eq!(banned(spm(), &["ab"], &[]), [["▁", "a", "b"].map(spm_word)]);
+}
+
+#[test]
+fn bad_words_out_of_bounds_are_refused_with_the_numbers() {
+    let rig = Rig::new(&[HELLO]);
+    let refusal = |bad_words: Vec<String>| {
+        let text = TextSpec { bad_words, ..TextSpec::default() };
+        rig.processor.submit(RequestSpec::new(vec![1]), &text, recipient(0), 0).unwrap_err()
+    };
+    let many = vec!["x".to_owned(); 257];
+    assert_eq!(refusal(many), Error::TooManyEntries { name: "bad_words", len: 257, limit: 256 });
+    for len in [0, 257] {
+        let error = refusal(vec!["é".repeat(len)]);
+        assert_eq!(error.to_string(), format!("bad_words is {len} characters long, but must be 1 to 256"));
+    }
+    let scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
+    let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
+    let text = TextSpec { bad_words: vec!["x".to_owned()], ..TextSpec::default() };
+    let error = processor.submit(RequestSpec::new(vec![1]), &text, recipient(0), 0).unwrap_err().to_string();
+    assert!(error.contains("bad_words need a tokenizer; use bad_words_token_ids"), "{error}");
+}
+
+#[test]
+fn a_truncated_prompt_is_the_one_in_the_result() {
+    let mut rig = Rig::new(&[HELLO]);
+    for (truncate, expected) in [(2, vec![4, 5]), (9, vec![1, 2, 3, 4, 5]), (-1, vec![1, 2, 3, 4, 5])] {
+        let spec = RequestSpec {
+            truncate_prompt_tokens: Some(truncate),
+            max_tokens: Some(1),
+            ..RequestSpec::new(vec![1, 2, 3, 4, 5])
+        };
+        rig.submit_spec(spec, &[]);
+        assert_eq!(rig.finish(1)[0].prompt_token_ids, expected);
+    }
+    let long = RequestSpec { truncate_prompt_tokens: Some(-1), ..RequestSpec::new(vec![1; 500]) };
+    rig.submit_spec(long, &[]);
+    assert_eq!(rig.finish(1)[0].prompt_token_ids.len(), 127);
 }

@@ -143,6 +143,12 @@ impl OutputChannel {
         Ok(Arc::clone(&self.channel))
     }
 
+    /// The end at which to send, without a processor.
+    #[cfg(test)]
+    pub(super) fn sender(&self) -> Arc<Channel> {
+        Arc::clone(&self.channel)
+    }
+
     fn is_fork(&self) -> bool {
         std::process::id() != self.process
     }
@@ -203,5 +209,90 @@ impl Outbox {
         for (channel, mut updates) in self.parts.drain(..) {
             channel.send(&mut updates);
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn update(index: u64) -> Update {
+        Update {
+            request_id: 1,
+            index,
+            choice: 0,
+            text: String::new(),
+            token_ids: vec![1],
+            logprobs: None,
+            end: None,
+            prompt_token_ids: None,
+            prompt_logprobs: None,
+            num_cached_tokens: 0,
+            arrival_ns: 0,
+            first_scheduled_ns: None,
+            time_ns: 0,
+            is_last: false,
+        }
+    }
+
+    /// Bytes in the socket: wake-ups that the reader has not seen.
+    fn num_wakeups(channel: &OutputChannel) -> usize {
+        let state = channel.channel.lock();
+        let mut reader = state.ends.as_ref().unwrap().reader.try_clone().unwrap();
+        drop(state);
+        reader.read(&mut [0; 100]).unwrap_or(0)
+    }
+
+    fn deliver(channel: &OutputChannel, indices: std::ops::Range<u64>) {
+        let mut outbox = Outbox::default();
+        indices.for_each(|index| outbox.push(&channel.sender(), update(index)));
+        outbox.deliver();
+    }
+
+    #[test]
+    fn one_wake_up_announces_all_that_is_unread() {
+        let channel = OutputChannel::new().unwrap();
+        assert_eq!(num_wakeups(&channel), 0);
+        deliver(&channel, 0..256);
+        assert_eq!(num_wakeups(&channel), 1, "one for a step");
+        deliver(&channel, 256..300);
+        deliver(&channel, 300..301);
+        assert_eq!(num_wakeups(&channel), 0, "none while unread ones wait");
+        let indices: Vec<_> = channel.take().iter().map(|update| update.index).collect();
+        assert_eq!(indices, (0..301).collect::<Vec<_>>());
+        deliver(&channel, 0..1);
+        assert_eq!(channel.take().len(), 1);
+        assert_eq!(num_wakeups(&channel), 0, "taking drains the socket");
+        assert!(channel.take().is_empty());
+        deliver(&channel, 0..0);
+        assert_eq!(num_wakeups(&channel), 0, "nothing is nothing");
+    }
+
+    #[test]
+    fn each_channel_gets_its_own_updates_and_one_wake_up() {
+        let channels = [(); 3].map(|()| OutputChannel::new().unwrap());
+        let mut outbox = Outbox::default();
+        for index in 0..9 {
+            outbox.push(&channels[index as usize % 3].sender(), update(index));
+        }
+        outbox.deliver();
+        for (number, channel) in channels.iter().enumerate() {
+            assert_eq!(num_wakeups(channel), 1);
+            let indices: Vec<_> = channel.take().iter().map(|update| update.index).collect();
+            assert_eq!(indices, [number as u64, number as u64 + 3, number as u64 + 6]);
+        }
+    }
+
+    #[test]
+    fn a_closed_channel_drops_what_comes() {
+        let channel = OutputChannel::new().unwrap();
+        let sender = channel.sender();
+        deliver(&channel, 0..3);
+        channel.close();
+        deliver(&channel, 3..6);
+        assert!(channel.take().is_empty());
+        assert!(sender.lock().updates.is_empty());
+        assert!(sender.lock().ends.is_none(), "the descriptors are closed although somebody could still send");
     }
 }

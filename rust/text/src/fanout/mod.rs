@@ -13,6 +13,8 @@ mod event;
 mod finished;
 mod live;
 mod mailbox;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::io;

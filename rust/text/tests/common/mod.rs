@@ -1,6 +1,8 @@
 //! Two small tokenizers made here, and the shared data (skipped without `CBRS_DATA`).
 #![allow(dead_code, clippy::unwrap_used, clippy::print_stderr)] // each test file uses its own part
 
+pub(crate) mod rig;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
