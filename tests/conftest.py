@@ -51,6 +51,17 @@ DEFAULTS = {"dtype": "float32", "num_threads": 1, "max_model_len": 512, "max_num
 
 
 @pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Let torch work on one thread: small tensors gain nothing from more."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def make_llm() -> Iterator[Callable[..., Any]]:
     """Make `LLM`s in float32 on one thread; at the end each is closed and must be drained."""
     from cbrs import LLM

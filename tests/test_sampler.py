@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from batches import Sampling, sampling_batch
+from sampler_kit import BACKENDS, make_sampler, probabilities
 
 from cbrs.runner.philox import philox4x32, uniforms
 from cbrs.runner.sampler import Sampler
 from cbrs.runner.sampler_torch import pick, restrict
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+Sample = Callable[..., list[int]]
+NewSampler = Callable[[int], Sampler]
 
 VOCAB = 320
 TOKENS = 300
@@ -21,13 +28,25 @@ def random_logits(rows: int, seed: int = 0, scale: float = 4.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=generator) * scale
 
 
-def sample(
-    logits: torch.Tensor, sampling: list[Sampling], positions: list[int] | None = None
-) -> list[int]:
-    sampled = Sampler(TOKENS).sample(logits, sampling_batch(sampling, positions))
-    assert sampled.row_error is None
-    assert sampled.token_ids.dtype == np.int32
-    return sampled.token_ids.tolist()
+@pytest.fixture(params=BACKENDS)
+def new_sampler(request: pytest.FixtureRequest) -> NewSampler:
+    """Return a function that makes a sampler for a vocabulary."""
+    return partial(make_sampler, request.param)
+
+
+@pytest.fixture
+def sample(new_sampler: NewSampler) -> Sample:
+    """Return a function that samples from logits and parameters, with a new sampler each time."""
+
+    def run(
+        logits: torch.Tensor, sampling: list[Sampling], positions: list[int] | None = None
+    ) -> list[int]:
+        sampled = new_sampler(TOKENS).sample(logits, sampling_batch(sampling, positions))
+        assert sampled.row_error is None
+        assert sampled.token_ids.dtype == np.int32
+        return sampled.token_ids.tolist()
+
+    return run
 
 
 def words(*values: int) -> tuple[np.ndarray, ...]:
@@ -72,28 +91,30 @@ def test_uniforms_use_seed_position_choice_and_draw() -> None:
     assert values[1] == (int(high[0]) >> 5) / 2**27 + (int(low[0]) >> 6) / 2**53
 
 
-def test_greedy_takes_the_lowest_id_among_equals() -> None:
+def test_greedy_takes_the_lowest_id_among_equals(sample: Sample) -> None:
     logits = torch.zeros(2, VOCAB)
     logits[0, [9, 5, 200]] = 3.0
     assert sample(logits, [Sampling(), Sampling()]) == [5, 0]
 
 
-def test_greedy_ignores_the_other_parameters() -> None:
+def test_greedy_ignores_the_other_parameters(sample: Sample) -> None:
     logits = random_logits(8)
     odd = [Sampling(top_k=3, top_p=0.1, min_p=0.9, seed=row) for row in range(8)]
     assert sample(logits, odd) == logits[:, :TOKENS].argmax(-1).tolist()
 
 
-def test_sample_index_and_rows_select_logits_and_parameters() -> None:
+def test_sample_index_and_rows_select_logits_and_parameters(
+    sample: Sample, new_sampler: NewSampler
+) -> None:
     logits = random_logits(6)
     batch = sampling_batch([Sampling(temperature=1.0, seed=9), Sampling()], rows=[3, 1])
     batch.sample_index = np.array([4, 2], dtype=np.int32)
-    tokens = Sampler(TOKENS).sample(logits, batch).token_ids
+    tokens = new_sampler(TOKENS).sample(logits, batch).token_ids
     alone = sample(logits[4:5], [Sampling(temperature=1.0, seed=9)])
     assert tokens.tolist() == [*alone, int(logits[2, :TOKENS].argmax())]
 
 
-def test_g02_seed_zero_is_a_seed() -> None:
+def test_g02_seed_zero_is_a_seed(sample: Sample) -> None:
     logits = random_logits(1).repeat(200, 1)
     positions = list(range(200))
     zero = [Sampling(temperature=1.0, seed=0)] * 200
@@ -105,7 +126,7 @@ def test_g02_seed_zero_is_a_seed() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-6, 1e-12, 1e-38, 1e-45])
-def test_g04_tiny_temperature_equals_greedy(temperature: float) -> None:
+def test_g04_tiny_temperature_equals_greedy(temperature: float, sample: Sample) -> None:
     generator = torch.Generator().manual_seed(4)
     # Rounded to bfloat16 there are equal largest logits, where only greedy's rule decides.
     logits = (torch.rand(64, VOCAB, generator=generator) * 2000 - 1000).bfloat16().float()
@@ -115,14 +136,16 @@ def test_g04_tiny_temperature_equals_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [2e-4, 1e-3, 1e-2])
-def test_g04_low_temperature_is_finite_and_takes_the_best(temperature: float) -> None:
+def test_g04_low_temperature_is_finite_and_takes_the_best(
+    temperature: float, sample: Sample
+) -> None:
     logits = torch.full((4, VOCAB), -1000.0)
     logits[:, 42] = 1000.0
     rows = [Sampling(temperature=temperature, seed=row) for row in range(4)]
     assert sample(logits, rows) == [42] * 4
 
 
-def test_g12_padded_ids_are_never_sampled() -> None:
+def test_g12_padded_ids_are_never_sampled(sample: Sample) -> None:
     logits = random_logits(1, scale=1.0)
     logits[0, TOKENS:] += 50.0
     rows = [Sampling(temperature=5.0, seed=seed) for seed in range(1000)]
@@ -144,21 +167,23 @@ def test_g26_extreme_uniforms_give_a_valid_id(uniform: float) -> None:
     assert tokens[2] == 123
 
 
-def test_nan_row_is_its_own_error_and_spares_the_others() -> None:
+def test_nan_row_is_its_own_error_and_spares_the_others(
+    sample: Sample, new_sampler: NewSampler
+) -> None:
     logits = random_logits(5)
     clean = logits.clone()
     logits[1, 7] = math.nan
     logits[2] = -math.inf
     logits[3, 299] = math.inf
     for rows in ([Sampling()] * 5, [Sampling(temperature=1.0, seed=row) for row in range(5)]):
-        sampled = Sampler(TOKENS).sample(logits, sampling_batch(rows))
+        sampled = new_sampler(TOKENS).sample(logits, sampling_batch(rows))
         assert sampled.row_error is not None
         assert sampled.row_error.tolist() == [0, 1, 1, 1, 0]
         expected = sample(clean, rows)
         assert [sampled.token_ids[0], sampled.token_ids[4]] == [expected[0], expected[4]]
 
 
-def test_nan_in_the_padding_is_no_error() -> None:
+def test_nan_in_the_padding_is_no_error(sample: Sample) -> None:
     logits = random_logits(1)
     logits[0, TOKENS:] = math.nan
     assert sample(logits, [Sampling()]) == [int(logits[0, :TOKENS].argmax())]
@@ -207,23 +232,6 @@ def test_top_p_reaches_beyond_the_first_sort() -> None:
     assert (weights > 0).sum(-1).tolist() == expected
 
 
-def exact(logits: torch.Tensor, params: Sampling) -> np.ndarray:
-    """Return the probabilities by a plain loop over the sorted tokens."""
-    scores = logits.double().numpy() / params.temperature
-    probabilities = np.exp(scores - scores.max())
-    order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
-    if params.top_k > 0:
-        probabilities[order[params.top_k :]] = 0.0
-    probabilities /= probabilities.sum()
-    mass = 0.0
-    for token in order:
-        if mass >= params.top_p:
-            probabilities[token] = 0.0
-        mass += probabilities[token]
-    probabilities[probabilities < params.min_p * probabilities.max()] = 0.0
-    return probabilities / probabilities.sum()
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -237,7 +245,7 @@ def exact(logits: torch.Tensor, params: Sampling) -> np.ndarray:
     ],
     ids=lambda params: f"t{params.temperature}_k{params.top_k}_p{params.top_p}_m{params.min_p}",
 )
-def test_samples_follow_the_exact_distribution(params: Sampling) -> None:
+def test_samples_follow_the_exact_distribution(params: Sampling, new_sampler: NewSampler) -> None:
     """A chi-square test; the seeds are fixed, so it gives the same answer every time."""
     draws, chunk = 20_000, 2_000
     logits = random_logits(1, seed=3, scale=1.5)[:, :40]
@@ -245,9 +253,9 @@ def test_samples_follow_the_exact_distribution(params: Sampling) -> None:
     counts = np.zeros(40)
     for position in range(draws // chunk):
         batch = sampling_batch(rows, [position] * chunk)
-        tokens = Sampler(40).sample(logits.expand(chunk, -1), batch).token_ids
+        tokens = new_sampler(40).sample(logits.expand(chunk, -1), batch).token_ids
         counts += np.bincount(tokens, minlength=40)
-    expected = exact(logits[0], params) * draws
+    expected = probabilities(logits[0].tolist(), params) * draws
     assert counts[expected == 0].sum() == 0
     often = expected >= 5
     statistic = float((((counts - expected) ** 2)[often] / expected[often]).sum())
@@ -270,7 +278,9 @@ def neighbours_differ(rows: int) -> list[Sampling]:
 
 
 @pytest.mark.parametrize("arrange", [lambda n: range(n), lambda n: reversed(range(n))])
-def test_rows_do_not_depend_on_their_neighbours(arrange: Callable[[int], range]) -> None:
+def test_rows_do_not_depend_on_their_neighbours(
+    arrange: Callable[[int], range], sample: Sample
+) -> None:
     count = 70
     logits = random_logits(count, seed=8)
     params = neighbours_differ(count)

@@ -557,9 +557,10 @@ class Scheduler:
     def close(self) -> None:
         """Refuses further requests; the next `step` ends every live one as `cancelled`."""
     def pause(self) -> None:
-        """Starts no request from the next step on; what has started goes on, with all its choices.
+        """Starts no request any more; what has started goes on, with all its choices.
 
-        Requests are still accepted, and wait.
+        Requests are still accepted, and wait. When it returns, `stats()` tells of every request
+        that could start before: `num_running` is 0 once all of them have ended.
         """
     def resume(self) -> None:
         """Lets requests start again after `pause()`."""
@@ -893,7 +894,7 @@ class SafetensorsCheckpoint:
 
 @final
 class CpuKernels:
-    """KV write and paged attention on the CPU, with threads that sleep while there is no work.
+    """KV write, attention and sampling on the CPU, with threads that sleep while there is no work.
 
     Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or
     of
@@ -939,6 +940,58 @@ class CpuKernels:
         `Batch`. With `sliding_window=w` the query at position `i` sees the keys `j` with `i - w < j
         <= i`.
         Raises ValueError for a bad shape, dtype or index before anything is read or written.
+        """
+
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        vocab_size: SupportsIndex,
+        logits_index: Int32Array,
+        rows: Int32Array,
+        uniform: npt.NDArray[np.float64],
+        parameters: tuple[
+            npt.NDArray[np.float32], Int32Array, npt.NDArray[np.float32], npt.NDArray[np.float32]
+        ],
+        penalties: tuple[
+            npt.NDArray[np.float32],
+            npt.NDArray[np.float32],
+            npt.NDArray[np.float32],
+            Int32Array,
+            npt.NDArray[np.int64],
+            npt.NDArray[np.int64],
+            npt.NDArray[np.int64],
+        ]
+        | None = None,
+        bias: tuple[
+            Int32Array, npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.int64]
+        ]
+        | None = None,
+        bans: tuple[npt.NDArray[np.int64], Int32Array] | None = None,
+    ) -> tuple[Int32Array, npt.NDArray[np.uint8]]:
+        """Draws a token for each of `R` samples; returns tokens `[R]` and their errors `[R]`.
+
+        `logits` is `[num_logits, padded_vocab]`, of which ids below `vocab_size` count;
+        `logits_index`, `rows` and `uniform` (in [0, 1)) are `[R]`. By row (`[max_num_seqs]`) are
+        `parameters` `(temperature, top_k, top_p, min_p)`; `penalties` `(presence, frequency,
+        repetition, history_ids, start, length, num_prompt)`, where the history of row `r` is
+        `history_ids[start[r]:start[r] + length[r]]`, its first `num_prompt[r]` tokens the prompt;
+        `bias` `(ids, values, start, length)` likewise. `bans` is `(start [R+1], ids)`, by sample.
+        Errors: 0 = none, 1 = unusable logits, 2 = every token is excluded. Raises ValueError for
+        a bad shape, dtype or index before anything is read.
+        """
+    def logprobs(
+        self,
+        logits: npt.NDArray[np.float32],
+        vocab_size: SupportsIndex,
+        logits_index: Int32Array,
+        targets: Int32Array,
+        num_logprobs: Int32Array,
+    ) -> LogprobMatrix:
+        """Says how likely the tokens `targets` `[N]` are, and which ids are the most likely.
+
+        `num_logprobs` `[N]` is how many of the latter each row wants; -1 = the row is left out.
+        Returns ids and log-probabilities `[N, 1 + K]` and ranks `[N]`, where `K` is the largest of
+        `num_logprobs`. Raises ValueError for a bad shape, dtype or index before anything is read.
         """
 
 def cpu_features() -> dict[str, bool | str]:

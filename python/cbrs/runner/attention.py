@@ -121,6 +121,11 @@ class CpuAttention:
         self._windows = shape.sliding_windows
         self._metadata: AttentionMetadata | None = None
 
+    @property
+    def kernels(self) -> CpuKernels:
+        """The native kernels, for others that work on the same thread."""
+        return self._kernels
+
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Set the batch that the following `forward` calls belong to."""
         self._metadata = metadata

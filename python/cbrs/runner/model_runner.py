@@ -14,9 +14,15 @@ from torch import Tensor
 
 from cbrs.loading import LoadedModel
 from cbrs.models.null import NullModel, NullRunner
-from cbrs.runner.attention import AttentionBackend, AttentionMetadata, make_backend
+from cbrs.runner.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    CpuAttention,
+    make_backend,
+)
 from cbrs.runner.kv_cache import KVCache
 from cbrs.runner.sampler import Sampler
+from cbrs.runner.sampler_cpu import CpuSampling
 from cbrs.sampled import SampledTokens
 
 
@@ -70,7 +76,7 @@ def make_runner(
 ) -> tuple[Runner, TokenSampler]:
     """Return runner and sampler of a model, with a KV cache of `num_blocks` blocks.
 
-    `num_threads` is for the attention kernels; None is one per core that this process may use.
+    `num_threads` is for the native kernels; None is one per core that this process may use.
     """
     if isinstance(loaded.module, NullModel):
         null = NullRunner(loaded.module)
@@ -87,4 +93,8 @@ def make_runner(
     )
     threads = num_threads or len(os.sched_getaffinity(0))
     attention = make_backend(config, kv_cache, loaded.device, threads)
-    return ModelRunner(loaded, kv_cache, attention), Sampler(loaded.vocab_size)
+    sampling = None
+    if isinstance(attention, CpuAttention):
+        # One set of threads for both: a step attends and samples one after the other.
+        sampling = CpuSampling(loaded.vocab_size, attention.kernels)
+    return ModelRunner(loaded, kv_cache, attention), Sampler(loaded.vocab_size, sampling)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 GREEDY_TEMPERATURE = 1e-4
 """At or below this temperature a row is greedy: only logits closer than 1e-3 could tell."""
 
+LEAST_EXPONENT = -700.0
+"""A weight whose logarithm is below this counts as 0; no sum would show it."""
+
 _ROWS_AT_ONCE = 32
 """Rows held in float64 at a time; bounds memory, changes no result."""
 
@@ -130,15 +133,16 @@ class TorchSampling:
             min_p = _move(inputs.min_p[rows], torch.float64, device)
             uniform = _move(inputs.uniform[part], torch.float64, device)
             distance = scores[drawn].double() - largest[drawn].double().unsqueeze(1)
-            weights = torch.exp(distance / temperature[drawn].unsqueeze(1))
+            exponent = distance / temperature[drawn].unsqueeze(1)
+            weights = torch.exp(exponent).masked_fill_(exponent < LEAST_EXPONENT, 0.0)
             restrict(weights, top_k[drawn], top_p[drawn], min_p[drawn])
             tokens[drawn] = pick(weights, uniform[drawn])
         return tokens.masked_fill(errors > 0, 0), errors
 
     def _select(self, logits: Tensor, index: npt.NDArray[np.int32]) -> Tensor:
-        """Return a copy of the rows `index`, without the padding of the vocabulary."""
+        """Return a float32 copy of the rows `index`, without the padding of the vocabulary."""
         rows = _move(index, torch.int64, logits.device)
-        return logits[:, : self._vocab_size].index_select(0, rows)
+        return logits[:, : self._vocab_size].index_select(0, rows).float()
 
 
 def change_logits(scores: Tensor, inputs: SampleInputs, part: slice) -> None:

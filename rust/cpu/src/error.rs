@@ -114,6 +114,28 @@ pub enum Error {
         /// Blocks in the cache.
         num_blocks: usize,
     },
+    /// An entry of an array of indices is out of range.
+    #[error("{argument}[{index}] is {value}, expected 0..{limit}")]
+    Index {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Index of the entry.
+        index: usize,
+        /// Value found.
+        value: i64,
+        /// First value that is too large.
+        limit: usize,
+    },
+    /// The place of some values is not inside their array.
+    #[error("{argument}: the place of entry {index} is not inside the {len} values")]
+    Range {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Row or sample whose values they are.
+        index: usize,
+        /// Values that there are.
+        len: usize,
+    },
     /// The factor on the scores is not a finite number.
     #[error("scale must be finite, got {scale}")]
     Scale {

@@ -1,6 +1,6 @@
-//! CPU kernels of cbrs: writing keys and values into the paged KV cache, and attention over it.
+//! CPU kernels of cbrs: writing keys and values into the paged KV cache, attention over it, and sampling.
 //!
-//! One call does one layer of one whole batch. The batch is given as the flat arrays that the scheduler
+//! One call does one whole batch (of attention, one layer). The batch is given as the flat arrays that the scheduler
 //! makes (`slot_mapping`, `query_start`, `seq_lens`, `row_ids`, `block_tables`); the crate knows no request.
 //!
 //! | module | owns |
@@ -9,6 +9,7 @@
 //! | [`kv_write`] | copying new keys and values to their slots |
 //! | [`attention`] | checking a batch and cutting it into work items |
 //! | `tile`, `rows` | one work item, and its inner loops, generic over the instruction set |
+//! | [`sampling`] | from logits to tokens and log-probabilities |
 //! | `simd` | the few vector operations those loops need, per instruction set |
 //! | [`dispatch`] | which instruction set runs, found at run time |
 //! | [`pool`] | the threads; they sleep while there is no work |
@@ -31,6 +32,7 @@ pub mod layout;
 pub mod pool;
 pub mod reference;
 mod rows;
+pub mod sampling;
 mod simd;
 mod tile;
 

@@ -9,12 +9,14 @@ use std::ops::Range;
 
 use cbrs_cpu::{AttentionArgs, BatchIndex, CacheLayout, CacheMut, CacheRef, Isa, Kernels, WriteArgs};
 use numpy::ndarray::{Dimension, Ix1, Ix2, Ix3, Ix4};
-use numpy::{Element, PyArray, PyArrayMethods, PyReadonlyArray, PyReadwriteArray};
+use numpy::{Element, PyArray, PyArray1, PyArrayMethods, PyReadonlyArray, PyReadwriteArray};
 use numpy::{PyUntypedArrayMethods, dtype};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// KV write and paged attention on the CPU, with threads of their own that sleep while there is no work.
+use crate::cpu_sampling;
+
+/// KV write, paged attention and sampling on the CPU, with threads of their own that sleep while there is no work.
 ///
 /// Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or of uint16
 /// that holds bf16 bits. Methods may be called from any thread; the GIL is released while they work.
@@ -139,6 +141,53 @@ impl CpuKernels {
         py.detach(|| self.kernels.paged_attention(args)).map_err(value_error)
     }
 
+    /// Draw a token for each of `R` samples; return int32 tokens `[R]` and uint8 errors `[R]`.
+    ///
+    /// `logits` is float32 `[num_logits, padded_vocab]`, of which ids below `vocab_size` count; `logits_index` and `rows` are
+    /// int32 `[R]`, `uniform` float64 `[R]` in [0, 1). The rest is by row (`[max_num_seqs]`): `parameters` is `(temperature,
+    /// top_k, top_p, min_p)`; `penalties` is `(presence, frequency, repetition, history_ids, start, length, num_prompt)`, where
+    /// the history of row `r` is `history_ids[start[r]:start[r] + length[r]]`, the first `num_prompt[r]` of it the prompt's;
+    /// `bias` is `(ids, values, start, length)` likewise. `bans` is `(start [R+1], ids)`, by sample. Starts and lengths are
+    /// int64. Errors are 0, 1 (unusable logits) or 2 (every token excluded). Raises ValueError for a bad shape, dtype or index.
+    #[pyo3(signature = (logits, vocab_size, logits_index, rows, uniform, parameters, penalties=None, bias=None, bans=None))]
+    #[allow(clippy::too_many_arguments, reason = "the array contract of the batch")]
+    fn sample<'py>(
+        &self,
+        py: Python<'py>,
+        logits: &Bound<'py, PyAny>,
+        vocab_size: i64,
+        logits_index: &Bound<'py, PyAny>,
+        rows: Bound<'py, PyAny>,
+        uniform: Bound<'py, PyAny>,
+        parameters: cpu_sampling::ParameterArrays<'py>,
+        penalties: Option<cpu_sampling::PenaltyArrays<'py>>,
+        bias: Option<cpu_sampling::BiasArrays<'py>>,
+        bans: Option<cpu_sampling::BanArrays<'py>>,
+    ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<u8>>)> {
+        let logits = cpu_sampling::Logits::new(logits, logits_index, vocab_size)?;
+        let sampling = cpu_sampling::Sampling { rows, uniform, parameters, penalties, bias, bans };
+        cpu_sampling::sample(py, &self.kernels, &logits, &sampling)
+    }
+
+    /// Say how likely the tokens `targets` are, and which ids are the most likely.
+    ///
+    /// `logits`, `vocab_size` and `logits_index` are as for `sample`; `targets` and `num_logprobs` are int32 `[N]`, the latter
+    /// how many most likely ids each row wants (-1 = the row is left out). Returns int32 ids and float32 log-probabilities
+    /// `[N, 1 + K]` (the token itself, then the most likely ids; `K` is the largest of `num_logprobs`) and int32 ranks `[N]`.
+    /// Raises ValueError for a bad shape, dtype or index.
+    fn logprobs<'py>(
+        &self,
+        py: Python<'py>,
+        logits: &Bound<'py, PyAny>,
+        vocab_size: i64,
+        logits_index: &Bound<'py, PyAny>,
+        targets: &Bound<'py, PyAny>,
+        num_logprobs: &Bound<'py, PyAny>,
+    ) -> PyResult<cpu_sampling::LogprobMatrix<'py>> {
+        let logits = cpu_sampling::Logits::new(logits, logits_index, vocab_size)?;
+        cpu_sampling::logprobs(py, &self.kernels, &logits, targets, num_logprobs)
+    }
+
     fn __repr__(&self) -> String {
         let (num_threads, isa) = (self.num_threads(), self.kernels.isa().name());
         format!("CpuKernels(num_threads={num_threads}, isa={isa:?})")
@@ -224,11 +273,11 @@ impl<'py> WriteCache<'py> {
     }
 }
 
-fn value_error(error: impl Display) -> PyErr {
+pub(crate) fn value_error(error: impl Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
-fn at_least_1(value: i64, name: &str) -> PyResult<usize> {
+pub(crate) fn at_least_1(value: i64, name: &str) -> PyResult<usize> {
     let size = usize::try_from(value).ok().filter(|size| *size > 0);
     size.ok_or_else(|| PyValueError::new_err(format!("{name} must be at least 1, got {value}")))
 }
@@ -249,7 +298,10 @@ fn cast<'a, 'py, T: Element, D: Dimension>(
     })
 }
 
-fn read<'py, T: Element, D: Dimension>(array: &Bound<'py, PyAny>, name: &str) -> PyResult<PyReadonlyArray<'py, T, D>> {
+pub(crate) fn read<'py, T: Element, D: Dimension>(
+    array: &Bound<'py, PyAny>,
+    name: &str,
+) -> PyResult<PyReadonlyArray<'py, T, D>> {
     let array = cast::<T, D>(array, name)?;
     array.try_readonly().map_err(|error| value_error(format!("{name}: {error}")))
 }
@@ -262,7 +314,10 @@ fn write<'py, T: Element, D: Dimension>(
     array.try_readwrite().map_err(|error| value_error(format!("{name}: {error}")))
 }
 
-fn slice<'a, T: Element, D: Dimension>(array: &'a PyReadonlyArray<'_, T, D>, name: &str) -> PyResult<&'a [T]> {
+pub(crate) fn slice<'a, T: Element, D: Dimension>(
+    array: &'a PyReadonlyArray<'_, T, D>,
+    name: &str,
+) -> PyResult<&'a [T]> {
     array.as_slice().map_err(|_| not_contiguous(name))
 }
 

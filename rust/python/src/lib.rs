@@ -4,6 +4,7 @@ mod arrays;
 mod batch;
 mod config;
 mod cpu;
+mod cpu_sampling;
 mod errors;
 mod loading;
 mod logprobs;

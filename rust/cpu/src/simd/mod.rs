@@ -19,6 +19,8 @@ pub(crate) mod x86;
 pub(crate) unsafe trait Simd: Copy {
     /// Numbers in a vector.
     const LANES: usize;
+    /// Whether `a * b + c` of single numbers is one instruction, too.
+    const HAS_FUSED: bool;
     /// One vector.
     type Vector: Copy;
 

@@ -37,6 +37,7 @@ fn fold<const N: usize>(mut vector: [f32; N], f: impl Fn(f32, f32) -> f32) -> f3
 // SAFETY: plain Rust on arrays; the only unsafe operations are the loads and stores the callers vouch for.
 unsafe impl<const N: usize> Simd for Portable<N> {
     const LANES: usize = N;
+    const HAS_FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
     type Vector = [f32; N];
 
     #[inline(always)]

@@ -36,6 +36,7 @@ unsafe fn max_of_four(vector: __m128) -> f32 {
 // SAFETY: all methods need no more than `avx2` and `fma`; loads and stores are unaligned ones.
 unsafe impl Simd for Avx2 {
     const LANES: usize = 8;
+    const HAS_FUSED: bool = true;
     type Vector = __m256;
 
     #[inline(always)]
@@ -146,6 +147,7 @@ unsafe fn halves(vector: __m512) -> (__m256, __m256) {
 // SAFETY: all methods need no more than `avx512f`, `avx2` and `fma`; loads and stores are unaligned ones.
 unsafe impl Simd for Avx512 {
     const LANES: usize = 16;
+    const HAS_FUSED: bool = true;
     type Vector = __m512;
 
     #[inline(always)]
