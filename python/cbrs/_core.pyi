@@ -986,7 +986,7 @@ class CpuKernels:
         logits_index: Int32Array,
         targets: Int32Array,
         num_logprobs: Int32Array,
-    ) -> LogprobMatrix:
+    ) -> LogprobArrays:
         """Says how likely the tokens `targets` `[N]` are, and which ids are the most likely.
 
         `num_logprobs` `[N]` is how many of the latter each row wants; -1 = the row is left out.
