@@ -386,6 +386,76 @@ def test_a_long_text_is_tokenized_off_the_loop(make_async_llm):
     llm.encode = encode
 
 
+def test_choices_of_one_request_are_streamed_together(llm):
+    params = SamplingParams(n=3, seed=1, max_tokens=6, ignore_eos=True, output_kind="delta")
+
+    async def main():
+        deltas = await collect(llm.generate("Hello", params))
+        cancelled = await started(
+            llm.generate("Hello", SamplingParams(n=4, max_tokens=400, ignore_eos=True), "x")
+        )
+        llm.cancel("x")
+        return deltas, await final(cancelled)
+
+    deltas, cancelled = asyncio.run(main())
+    assert all(delta.outputs for delta in deltas)
+    assert sum(len(delta.outputs) for delta in deltas) == 3 * 6
+    assert len(deltas) < 3 * 6, "those of one step come together"
+    assert [delta.finished for delta in deltas[:-1]] == [False] * (len(deltas) - 1)
+    assert [completion.finish_reason for completion in cancelled.outputs] == ["cancelled"] * 4
+
+
+def test_a_score_is_that_of_llm(llm, make_llm, tiny):
+    expected = make_llm(tiny).score(["One", "Two"], [" the", "hello"])
+
+    async def main():
+        return await llm.score(["One", "Two"], [" the", "hello"]), await llm.score("One", " the")
+
+    several, single = asyncio.run(main())
+    for score, other in zip([*several, single], [*expected, expected[0]], strict=True):
+        assert score.token_ids == other.token_ids
+        assert score.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+    for pair, message in ((("a", ""), "continuation is empty"), (([1] * 300, [1] * 300), "512")):
+        with pytest.raises(InvalidRequestError, match=message):
+            asyncio.run(llm.score(*pair))
+
+
+def test_a_pause_waits_for_what_has_started_and_starts_nothing(make_async_llm):
+    llm = make_async_llm("null:0.002", max_num_seqs=2, max_model_len=4096)
+    params = SamplingParams(max_tokens=100, output_kind="final_only")
+
+    async def main():
+        tasks = [asyncio.create_task(final(llm.generate([1], params))) for _ in range(4)]
+        await until(lambda: llm.stats()["num_running"] == 2)
+        await llm.pause()
+        stats = llm.stats()
+        assert (stats["is_paused"], stats["num_running"], stats["num_waiting"]) == (1, 0, 2)
+        tasks.append(asyncio.create_task(final(llm.generate([1], params))))
+        await asyncio.sleep(0.05)
+        assert llm.stats()["num_length_requests"] == 2
+        await llm.resume()
+        return [output.outputs[0].finish_reason for output in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(main()) == ["length"] * 5
+
+
+def test_a_cancelling_pause_ends_everything(make_async_llm):
+    llm = make_async_llm("null:0.002", max_num_seqs=2, max_model_len=4096)
+
+    async def main():
+        tasks = [asyncio.create_task(final(llm.generate([1], ENDLESS))) for _ in range(4)]
+        await until(lambda: llm.stats()["num_waiting"] == 2)
+        await llm.pause("cancel")
+        outputs = await asyncio.gather(*tasks)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["cancelled"] * 4
+        await llm.resume()
+        assert (await final(llm.generate([1], GREEDY))).finished
+        with pytest.raises(ValueError, match="mode is 'now'"):
+            await llm.pause("now")
+
+    asyncio.run(main())
+
+
 def test_a_failed_step_ends_its_streams_with_an_error_as_llm_does(llm, monkeypatch):
     runner = llm.engine._runner
     forward = runner.forward

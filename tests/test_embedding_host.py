@@ -319,7 +319,8 @@ FORK = """
     if child == 0:
         asyncio.run(in_child())
         del stream, llm, async_llm
-        sys.exit(7)
+        # The end of the interpreter would close the loop, which asyncio shares with the parent.
+        os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     loop.run_until_complete(anext(stream))
     assert llm.generate([1], SHORT)[0].finished

@@ -148,6 +148,139 @@ def test_messages_of_another_type_are_a_type_error(llm, messages):
         llm.chat(messages, GREEDY)
 
 
+def test_n_outputs_come_in_the_order_of_their_choices(llm):
+    params = SamplingParams(n=3, max_tokens=6, seed=1, ignore_eos=True)
+    (output,) = llm.generate("Hello", params)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    assert len(output.metrics.inter_token_latencies_s) == 3 * 5
+    single = llm.generate("Hello", SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+    assert token_ids(single) == [output.outputs[0].token_ids]
+
+
+def test_encode_and_decode_are_those_of_the_tokenizer(llm):
+    ids = llm.encode("hello and")
+    assert ids == llm.tokenizer.encode("hello and")
+    assert llm.decode(ids) == "hello and"
+    assert llm.decode([0, *ids]) == "hello and"
+    assert llm.decode([0, *ids], skip_special_tokens=False) == "<s>hello and"
+
+
+def test_a_reset_prefix_cache_is_empty(llm):
+    prompt = list(range(1, 50))
+    llm.generate([prompt], GREEDY)
+    llm.reset_prefix_cache()
+    assert llm.stats()["num_cached_blocks"] == 0
+    assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
+
+
+def in_thread(function, *arguments):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments)))
+    thread.start()
+    return thread, results
+
+
+def test_a_pause_waits_for_what_has_started_and_starts_nothing(make_llm):
+    llm = make_llm("null:0.002", max_num_seqs=2, max_model_len=4096)
+    params = SamplingParams(max_tokens=100)
+    running, results = in_thread(llm.generate, [[1]] * 4, params, False)
+    while llm.stats()["num_running"] < 2:
+        time.sleep(0.001)
+    llm.pause()
+    stats = llm.stats()
+    assert (stats["is_paused"], stats["num_running"], stats["num_waiting"]) == (1, 0, 2)
+    assert stats["num_length_requests"] == 2, "what had started went on to its end"
+    later, later_results = in_thread(llm.generate, [[2]], params, False)
+    llm.pause()  # once more does no harm
+    time.sleep(0.05)
+    assert llm.stats()["num_length_requests"] == 2
+    llm.resume()
+    for thread in (running, later):
+        thread.join(30)
+    reasons = [output.outputs[0].finish_reason for output in results[0] + later_results[0]]
+    assert reasons == ["length"] * 5
+    assert llm.stats()["is_paused"] == 0
+
+
+def test_a_cancelling_pause_ends_everything(make_llm):
+    llm = make_llm("null:0.002", max_num_seqs=2, max_model_len=4096)
+    running, results = in_thread(llm.generate, [[1]] * 4, SamplingParams(max_tokens=4000), False)
+    while llm.stats()["num_waiting"] < 2:
+        time.sleep(0.001)
+    llm.pause("cancel")
+    running.join(30)
+    assert [output.outputs[0].finish_reason for output in results[0]] == ["cancelled"] * 4
+    llm.resume()
+    with pytest.raises(ValueError, match="mode is 'now'"):
+        llm.pause("now")
+
+
+def test_a_pause_of_an_idle_engine_returns_at_once_and_a_resume_ends_it(make_llm):
+    llm = make_llm("null:0.01", max_model_len=4096)
+    llm.resume()
+    llm.pause()
+    waiting, results = in_thread(llm.generate, [1], SamplingParams(max_tokens=3), False)
+    time.sleep(0.05)
+    assert waiting.is_alive()
+    llm.resume()
+    waiting.join(30)
+    assert results[0][0].outputs[0].finish_reason == "length"
+    endless, _ = in_thread(llm.generate, [1], SamplingParams(max_tokens=200), False)
+    while llm.stats()["num_running"] < 1:
+        time.sleep(0.001)
+    pausing, _ = in_thread(llm.pause)
+    while not llm.stats()["is_paused"]:
+        time.sleep(0.001)
+    llm.resume()
+    pausing.join(10)
+    assert endless.is_alive(), "the pause did not wait for it"
+    endless.join(30)
+
+
+def test_a_score_is_what_prompt_and_output_logprobs_say(llm):
+    """Greedy tokens, scored after their prompt, have the log-probabilities they came with."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=0, ignore_eos=True)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    completion = output.outputs[0]
+    score = llm.score([5, 6, 7], completion.token_ids)
+    assert score.token_ids == completion.token_ids
+    assert score.logprob == pytest.approx(completion.cumulative_logprob, abs=1e-4)
+    assert score.logprob == sum(score.token_logprobs)
+    assert score.is_greedy
+    other = llm.score([5, 6, 7], [completion.token_ids[0], 9 + completion.token_ids[1] % 200])
+    assert not other.is_greedy
+    assert other.token_logprobs[0] == pytest.approx(score.token_logprobs[0], abs=1e-4)
+
+
+def test_scores_of_texts_and_lists(llm):
+    pairs = [("One", " the"), ("Two two", "hello"), ("x", " and y")]
+    alone = [llm.score(*pair) for pair in pairs]
+    assert alone[0].token_ids == llm.encode(" the", add_special_tokens=False)
+    together = llm.score([prompt for prompt, _ in pairs], [text for _, text in pairs])
+    for one, same in zip(alone, together, strict=True):
+        assert one.token_logprobs == pytest.approx(same.token_logprobs, abs=1e-4)
+    several = llm.score("One", [" the", "hello"])
+    assert several[0].logprob == pytest.approx(alone[0].logprob, abs=1e-4)
+    assert len(several) == 2
+    assert llm.score([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "message"),
+    [
+        ("", "a", "prompt is empty"),
+        ("a", "", "continuation is empty"),
+        (["a", "b"], ["c"], "2 prompts, but 1 continuations"),
+        ([1] * 300, [1] * 300, "512"),
+        ([1], [300], "300"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(llm, prompt, continuation, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.score(prompt, continuation)
+
+
 def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
     llm = make_llm(tiny, num_blocks=20, block_size=8)
     config = llm.config()
@@ -225,9 +358,28 @@ def test_close_is_idempotent_and_ends_use(tiny):
     llm.generate("a", GREEDY)
     llm.close()
     llm.close()
-    for use in (lambda: llm.generate("a"), lambda: llm.chat([]), llm.stats, lambda: llm.engine):
-        with pytest.raises(EngineClosedError, match="closed"):
-            use()
+    assert llm.is_closed
+    for use in USES.values():
+        with pytest.raises(EngineClosedError, match="LLM is closed"):
+            use(llm)
+    public = {name for name in dir(LLM) if not name.startswith("_")}
+    assert public == {*USES, "close", "is_closed"}
+
+
+USES = {
+    "generate": lambda llm: llm.generate("a"),
+    "chat": lambda llm: llm.chat([]),
+    "score": lambda llm: llm.score("a", "b"),
+    "config": lambda llm: llm.config(),
+    "stats": lambda llm: llm.stats(),
+    "encode": lambda llm: llm.encode("a"),
+    "decode": lambda llm: llm.decode([1]),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "pause": lambda llm: llm.pause(),
+    "resume": lambda llm: llm.resume(),
+    "engine": lambda llm: llm.engine,
+    "tokenizer": lambda llm: llm.tokenizer,
+}
 
 
 def test_close_ends_a_generate_of_another_thread(make_llm):
@@ -290,7 +442,7 @@ def test_a_broken_core_is_reported_once_and_for_ever(make_llm):
         def __getattr__(self, name):
             return getattr(scheduler, name)
 
-        def step(self, result=None):
+        def step(self, result=None, block=False):
             raise RuntimeError("invariant broken")
 
     llm.engine.scheduler = Broken()

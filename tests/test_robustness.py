@@ -8,14 +8,18 @@ import gc
 import os
 import random
 import re
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from async_kit import final, is_idle, live_ids, until
+from async_kit import final, is_idle, live_ids, started, until
+from scheduler_kit import make_scheduler
 
 from cbrs import SamplingParams
+from cbrs.errors import EngineClosedError, EngineDeadError
 
 ROOT = Path(__file__).parents[1]
 
@@ -214,3 +218,118 @@ def test_nothing_but_the_date_of_chat_templates_reads_the_wall_clock():
     assert any("Instant" in path.read_text(encoding="utf-8") for path in sources)
     readers = {path.name for path in sources if wall_clock.search(path.read_text(encoding="utf-8"))}
     assert readers == {"template.rs", "strftime.rs"}
+
+
+def test_a_panic_in_the_core_is_a_typed_error_at_every_entrance():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3])
+    batch = scheduler.step()
+    with pytest.raises(BaseException, match="a test asked for it") as caught:
+        scheduler._panic()
+    assert type(caught.value).__name__ == "PanicException"
+    dead = [
+        scheduler.step,
+        lambda: scheduler.step(np.array([5], dtype=np.int32)),
+        lambda: scheduler.step(block=True),
+        lambda: scheduler.fail(batch.step_id, "x"),
+        scheduler.reset_prefix_cache,
+        scheduler.check_invariants,
+        scheduler._panic,
+    ]
+    for use in dead:
+        with pytest.raises(EngineDeadError, match="create a new one"):
+            use()
+    with pytest.raises(EngineClosedError):
+        scheduler.submit([1])
+    # What takes no lock of the core goes on, and nothing waits for ever.
+    for use in (scheduler.stats, scheduler.time_ns, scheduler.resume, scheduler.pause):
+        use()
+    assert scheduler.cancel(0) in (True, False)
+    scheduler.close()
+
+
+def test_a_panic_in_the_core_ends_every_call_of_an_llm(make_llm):
+    llm = make_llm("null:0.001", max_model_len=4096)
+    errors = []
+
+    def generate():
+        try:
+            llm.generate([[1]] * 3, SamplingParams(max_tokens=4000), use_tqdm=False)
+        except EngineDeadError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=generate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while llm.stats()["num_running"] < 9:
+        time.sleep(0.001)
+    with pytest.raises(BaseException, match="a test asked for it"):
+        llm.engine.scheduler._panic()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 3
+    with pytest.raises((EngineDeadError, EngineClosedError)):
+        llm.generate([1])
+    llm.close()
+
+
+def test_a_panic_in_the_core_ends_every_stream(make_async_llm):
+    llm = make_async_llm("null:0.001", max_model_len=4096)
+
+    async def main():
+        streams = [await started(llm.generate([1], SamplingParams())) for _ in range(3)]
+        with pytest.raises(BaseException, match="a test asked for it"):
+            llm.engine.scheduler._panic()
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                await final(stream)
+        with pytest.raises(EngineDeadError):
+            await final(llm.generate([1]))
+        await llm.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("part", ["runner", "sampler", "processor"])
+def test_a_python_fault_in_any_part_is_typed_and_hangs_nobody(make_async_llm, monkeypatch, part):
+    llm = make_async_llm("null:0.001", max_model_len=4096)
+    engine = llm.engine
+
+    class Panic(BaseException):
+        __module__ = "pyo3_runtime"
+
+    def fail(*arguments, **keywords):
+        raise Panic("the native part broke")
+
+    async def main():
+        stream = await started(llm.generate([1], SamplingParams(max_tokens=4000)))
+        if part == "processor":
+            # What hands requests over: nothing is submitted, and what runs is not affected.
+            monkeypatch.setattr(engine, "processor", BrokenProcessor(engine.processor, fail))
+            with pytest.raises(Panic):
+                await final(llm.generate([1], SamplingParams(max_tokens=3)))
+            assert llm.cancel(stream.request_id)
+            assert (await final(stream)).outputs[0].finish_reason == "cancelled"
+            monkeypatch.undo()
+        else:
+            target = engine._runner if part == "runner" else engine._sampler
+            method = "forward" if part == "runner" else "sample"
+            with monkeypatch.context() as patch:
+                patch.setattr(target, method, fail)
+                output = await final(stream)
+            assert output.outputs[0].finish_reason == "error"
+            assert output.error == "Panic: the native part broke"
+        assert live_ids(llm) == 0
+        assert (await final(llm.generate([1], SamplingParams(max_tokens=3)))).finished
+
+    asyncio.run(main())
+
+
+class BrokenProcessor:
+    """An output processor that refuses what is submitted with `fail`."""
+
+    def __init__(self, processor, fail):
+        self._processor, self.submit, self.submit_text = processor, fail, fail
+
+    def __getattr__(self, name):
+        return getattr(self._processor, name)

@@ -557,13 +557,13 @@ class Scheduler:
     def close(self) -> None:
         """Refuses further requests; the next `step` ends every live one as `cancelled`."""
     def pause(self) -> None:
-        """Starts no request from the next step on; what has started goes on, with all its choices.
+        """Starts no request any more; what has started goes on, with all its choices.
 
-        Requests are still accepted, and wait.
+        Requests are still accepted, and wait. When it returns, `stats()` tells of every request
+        that could start before: `num_running` is 0 once all of them have ended.
         """
     def resume(self) -> None:
         """Lets requests start again after `pause()`."""
-    @property
     def is_paused(self) -> bool:
         """Whether `pause()` was called, and `resume()` not since."""
     def stats(self) -> dict[str, int]:

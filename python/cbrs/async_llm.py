@@ -184,10 +184,8 @@ class AsyncLLM(BaseLLM):
         if mode == "cancel":
             for inbox in self._thread.ports.ids.live():
                 inbox.cancel(scheduler)
-        while scheduler.is_paused:
-            stats = self.stats()
-            if stats["is_paused"] and stats["num_running"] == 0:
-                return
+        # What has started and lost its row gets one as soon as nothing else runs.
+        while scheduler.is_paused() and self.stats()["num_running"] > 0:
             await asyncio.sleep(_PAUSE_INTERVAL_S)
 
     async def resume(self) -> None:

@@ -23,7 +23,7 @@ from cbrs.errors import (
 from cbrs.interrupts import append_results
 
 if TYPE_CHECKING:
-    from cbrs._core import Batch, FinishedRequest, Scheduler
+    from cbrs._core import FinishedRequest, Scheduler
     from cbrs.engine import Engine
 
 # While nothing can run, the text thread is about to hand over a result; it wakes the wait at once.
@@ -94,22 +94,22 @@ class Drain(Call):
     """A call without requests, which is done once nothing that has started is left running."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        """Waits until `scheduler`, which is paused, has nothing to run."""
+        """Waits until `scheduler`, which is paused, runs nothing."""
         super().__init__([])
         self._scheduler = scheduler
-        self._is_quiet = False
+
+    @property
+    def is_fed(self) -> bool:
+        """False, as for a call that has to look often whether it can go on."""
+        return False
 
     @property
     def is_done(self) -> bool:
-        """Whether a step after the pause found nothing to run, or the pause is over."""
-        return self._is_quiet or not self._scheduler.is_paused
+        """Whether nothing runs or the pause is over.
 
-    def see(self, batch: Batch) -> None:
-        """Looks at a batch that was planned after the pause: an empty one means that all is done.
-
-        Whatever has started can always go on, so only what has not started can be left.
+        What has started and lost its row gets one as soon as nothing else runs.
         """
-        self._is_quiet |= batch.num_seqs == 0
+        return self._scheduler.stats()["num_running"] == 0 or not self._scheduler.is_paused()
 
 
 class Driver:
@@ -225,7 +225,6 @@ class Driver:
                 on_progress(len(call.finished))
 
     def _step(self) -> None:
-        drains = [call for call in list(self._calls.values()) if isinstance(call, Drain)]
         try:
             batch = self._engine.step()
         except BaseException as error:
@@ -237,14 +236,9 @@ class Driver:
         processor = self._engine.processor
         append_results(self._inbox, [processor.take_finished])
         if batch.num_seqs == 0 and not self._inbox[-1]:
-            is_paused = self._engine.scheduler.is_paused
-            wait_s = _PAUSED_WAIT_S if is_paused else _IDLE_WAIT_S
+            wait_s = _PAUSED_WAIT_S if self._engine.scheduler.is_paused() else _IDLE_WAIT_S
             append_results(self._inbox, [partial(processor.wait_finished, wait_s)])
         self._deliver()
-        for drain in drains:
-            drain.see(batch)
-        if drains:
-            self._wake()
 
     def _deliver(self) -> None:
         """Hands out what is in the inbox and wakes the threads whose calls are done."""
@@ -257,8 +251,5 @@ class Driver:
                     is_any_done |= call.is_done
             del self._inbox[0]
         if is_any_done:
-            self._wake()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+            with self._changed:
+                self._changed.notify_all()

@@ -1,6 +1,6 @@
 """`SamplingParams`: how the tokens of a request are chosen, when it ends, and what comes back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -40,7 +40,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens that the prompt or the output has
     already, > 0; above 1 they become less likely."""
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids: up to 1,024 of them, each -100 to 100."""
     bad_words: str | Sequence[str] | None = None
     """Texts that must not be generated: up to 256, each of 1 to 256 characters. The token that

@@ -271,9 +271,13 @@ impl Scheduler {
         self.submitter.close();
     }
 
-    /// Starts no request from the next step on; what has started goes on, with all its choices. Requests are still accepted, and wait.
-    fn pause(&self) {
+    /// Starts no request any more; what has started goes on, with all its choices. Requests are still accepted, and wait.
+    ///
+    /// When it returns, `stats()` tells of every request that could start before: `num_running` is 0 once all of them have ended.
+    fn pause(&self, py: Python<'_>) {
         self.submitter.pause();
+        // A plan that is being made may not know of it yet. What broke in an earlier call starts nothing either.
+        py.detach(|| drop(self.core.lock()));
     }
 
     /// Lets requests start again after `pause()`.
@@ -282,7 +286,6 @@ impl Scheduler {
     }
 
     /// Whether `pause()` was called, and `resume()` not since.
-    #[getter]
     fn is_paused(&self) -> bool {
         self.submitter.is_paused()
     }
@@ -300,6 +303,12 @@ impl Scheduler {
     fn reset_prefix_cache(&self) -> PyResult<()> {
         self.lock()?.reset_prefix_cache();
         Ok(())
+    }
+
+    /// Breaks as a bug in the core would: panics while it holds the lock. For tests.
+    fn _panic(&self) -> PyResult<()> {
+        let _core = self.lock()?;
+        panic!("a test asked for it");
     }
 
     /// Checks every invariant of scheduler and block pool; a broken one raises `PanicException`. For tests: O(blocks + requests).
