@@ -237,7 +237,11 @@ class Driver:
         processor = self._engine.processor
         append_results(self._inbox, [processor.take_finished])
         if batch.num_seqs == 0 and not self._inbox[-1]:
-            wait_s = _PAUSED_WAIT_S if getattr(self._engine.scheduler, "is_paused", False) else _IDLE_WAIT_S
+            wait_s = (
+                _PAUSED_WAIT_S
+                if getattr(self._engine.scheduler, "is_paused", False)
+                else _IDLE_WAIT_S
+            )
             append_results(self._inbox, [partial(processor.wait_finished, wait_s)])
         self._deliver()
         for drain in drains:
