@@ -99,7 +99,7 @@ def test_every_answer_is_that_of_the_request_alone(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(1000, 1010))
+@pytest.mark.parametrize("seed", range(1000, 1002))
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_every_answer_is_that_of_the_request_alone_for_long(
     name: str, seed: int, make_llm: MakeLLM, tiny: Path

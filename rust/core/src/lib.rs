@@ -23,6 +23,7 @@ pub mod block;
 pub mod config;
 pub mod control;
 pub mod error;
+pub mod fault;
 mod hash;
 pub mod logprobs;
 pub mod queue;

@@ -13,6 +13,7 @@ use crate::admission::AdmissionGate;
 use crate::config::SchedulerConfig;
 use crate::control::ControlStack;
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::hash::PrefixHasher;
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
@@ -134,6 +135,7 @@ impl Submitter {
         let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len)?;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u64;
         shared.gate.reserve(num_prompt_tokens)?;
+        fault::point("submit");
         let (root_hash, hashes) = self.hash_prompt(&spec);
         let Some(id) = shared.slots.acquire() else {
             shared.gate.release(num_prompt_tokens);
@@ -166,6 +168,7 @@ impl Submitter {
     ///
     /// Returns whether this is the first cancel of a live request; any other id is a no-op.
     pub fn cancel(&self, id: RequestId) -> bool {
+        fault::point("cancel");
         let first = self.shared.slots.request_cancel(id);
         if first {
             self.shared.controls.push(Control::Cancel(id));
@@ -179,6 +182,7 @@ impl Submitter {
     /// Returns whether the request was live; any other id is a no-op, a choice that ended otherwise stays as it ended, and one that has not
     /// started goes on: it has no text in which a stop string could be found.
     pub fn finish(&self, id: RequestId, choice: i32, num_tokens: u32, stop_reason: Option<Arc<str>>) -> bool {
+        fault::point("finish");
         let live = self.shared.slots.is_live(id);
         if live {
             self.shared.controls.push(Control::Finish { id, choice, num_tokens, stop_reason });
@@ -189,6 +193,7 @@ impl Submitter {
 
     /// Refuses further requests; the next step ends every live one as `cancelled`.
     pub fn close(&self) {
+        fault::point("close");
         self.shared.queue.close();
         self.shared.waker.wake();
     }
@@ -204,6 +209,7 @@ impl Submitter {
     }
 
     fn set_paused(&self, is_paused: bool) {
+        fault::point("pause");
         self.shared.is_paused.store(is_paused, Ordering::Relaxed);
         self.shared.waker.wake();
     }
@@ -231,6 +237,7 @@ impl Submitter {
     /// Gauges of the last step with what was submitted since. Never waits for a step.
     pub fn stats(&self) -> Stats {
         let shared = &*self.shared;
+        fault::point("stats");
         let mut stats = *shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         // The snapshot counts choices of started requests; requests that never started are counted by the gate.
         stats.num_waiting += shared.gate.queued_requests() as u64;

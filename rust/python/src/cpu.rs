@@ -58,6 +58,7 @@ impl CpuKernels {
         let key = read::<f32, Ix3>(key, "key")?;
         let value = read::<f32, Ix3>(value, "value")?;
         let slot_mapping = read::<i64, Ix1>(slot_mapping, "slot_mapping")?;
+        cbrs_core::fault::point("kernels: write_kv");
         let mut key_cache = WriteCache::new(key_cache, "key_cache")?;
         let mut value_cache = WriteCache::new(value_cache, "value_cache")?;
         let layout = layout(key_cache.shape(), value_cache.shape())?;
@@ -103,6 +104,7 @@ impl CpuKernels {
     ) -> PyResult<()> {
         let sliding_window = sliding_window.map(|window| at_least_1(window, "sliding_window")).transpose()?;
         let mut out = write::<f32, Ix3>(out, "out")?;
+        cbrs_core::fault::point("kernels: attention");
         let query = read::<f32, Ix3>(query, "query")?;
         let key_cache = ReadCache::new(key_cache, "key_cache")?;
         let value_cache = ReadCache::new(value_cache, "value_cache")?;
@@ -165,6 +167,7 @@ impl CpuKernels {
         bans: Option<cpu_sampling::BanArrays<'py>>,
     ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<u8>>)> {
         let logits = cpu_sampling::Logits::new(logits, logits_index, vocab_size)?;
+        cbrs_core::fault::point("kernels: sample");
         let sampling = cpu_sampling::Sampling { rows, uniform, parameters, penalties, bias, bans };
         cpu_sampling::sample(py, &self.kernels, &logits, &sampling)
     }

@@ -43,6 +43,13 @@ mod _core {
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
+    /// Makes the next passage of a point (see `cbrs_core::fault`) panic; for tests, absent from release builds.
+    #[cfg(debug_assertions)]
+    #[pyo3::pyfunction]
+    fn _arm_panic(point: &str) {
+        cbrs_core::fault::arm(point);
+    }
+
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();

@@ -55,6 +55,7 @@ impl GgufFile {
     /// Opens `path` and checks its whole header.
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        cbrs_core::fault::point("load");
         py.detach(|| RustGgufFile::open(path)).map(Self).map_err(|error| to_py(&error))
     }
 

@@ -79,6 +79,7 @@ impl TextStream {
 
     /// Reads the next token; after a stop string further tokens change nothing.
     pub fn push(&mut self, id: i32) {
+        cbrs_core::fault::point("stream: push");
         if self.stopped.is_none() {
             let start = self.text.len();
             self.num_tokens = self.num_tokens.saturating_add(1);

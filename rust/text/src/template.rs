@@ -162,6 +162,7 @@ impl ChatTemplate {
     /// # Errors
     /// `ChatTemplate` if a message lacks its role or content, if the template refuses the messages, or at a bound.
     pub fn render(&self, request: &ChatRequest) -> Result<String> {
+        cbrs_core::fault::point("render");
         request.validate(&self.compiled.environment)?;
         let context = self.compiled.context(request);
         if self.compiled.is_flat { self.compiled.render(context) } else { self.render_apart(context) }

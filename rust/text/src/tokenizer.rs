@@ -105,6 +105,7 @@ impl Tokenizer {
     /// # Errors
     /// `Tokenizer` if the text contains something that the vocabulary cannot express.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>> {
+        cbrs_core::fault::point("encode");
         let encoding = self.inner.tokenizer.encode_fast(text, add_special_tokens);
         let encoding = encoding.map_err(|error| refused(error.to_string()))?;
         let bos = self.inner.add_bos.filter(|_| add_special_tokens);
@@ -118,6 +119,7 @@ impl Tokenizer {
 
     /// The text of a whole sequence. Ids without a token add nothing; bytes that form no character become U+FFFD.
     pub fn decode(&self, ids: &[i32], skip_special_tokens: bool) -> String {
+        cbrs_core::fault::point("decode");
         let mut detokenizer = Detokenizer::new(self.clone(), skip_special_tokens);
         let mut text = String::with_capacity(ids.len() * 4);
         for &id in ids {

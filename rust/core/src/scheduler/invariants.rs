@@ -13,6 +13,7 @@ impl Scheduler {
     /// than is known; published chains are closed under prefix. Scheduling: rows, running and waiting lists name each live request
     /// exactly once; the budget and the reservations add up.
     pub fn check_invariants(&self) {
+        crate::fault::point("check_invariants");
         self.check_requests();
         self.check_rows();
         self.check_blocks();

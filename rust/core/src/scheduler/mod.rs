@@ -30,6 +30,7 @@ use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult}
 use crate::block::{BlockId, BlockPool, RootId};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
+use crate::fault;
 use crate::request::RequestId;
 use crate::sampling::SamplingSpec;
 use crate::stats::Stats;
@@ -268,8 +269,10 @@ impl Scheduler {
         if is_closed {
             self.end_all_requests();
         } else {
+            fault::point("step: commit");
             self.commit(result);
         }
+        fault::point("step: plan");
         self.plan();
         self.report(now_ns);
         Ok(())
@@ -283,6 +286,7 @@ impl Scheduler {
     /// `WrongStep` or `NoBatchInFlight`; nothing changed then.
     pub fn fail(&mut self, step_id: u64, message: &str) -> Result<()> {
         self.check_step_id(step_id)?;
+        fault::point("fail");
         self.fail_batch(message);
         self.publish_stats();
         Ok(())
@@ -332,6 +336,7 @@ impl Scheduler {
 
     /// Forgets every cached prefix, e.g. after the weights changed. Running sequences go on, but publish nothing more.
     pub fn reset_prefix_cache(&mut self) {
+        fault::point("reset_prefix_cache");
         self.pool.reset_prefix_cache();
         for index in 0..self.running.len() {
             self.rows.get_mut(self.running[index]).may_publish = false;

@@ -103,6 +103,7 @@ impl OutputChannel {
 
     /// Takes all updates, in the order in which they came. Never waits for the consumer's work.
     pub fn take(&self) -> Vec<Update> {
+        cbrs_core::fault::point("channel: take");
         if self.is_fork() { Vec::new() } else { self.channel.lock().take() }
     }
 

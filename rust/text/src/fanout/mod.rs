@@ -23,6 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use cbrs_core::fault;
 use cbrs_core::{Error, FinishReason, OutputSink, RequestId, RequestSpec, Result, StepOutput, Submitter};
 
 use crate::stream::TextStream;
@@ -137,6 +138,7 @@ impl OutputProcessor {
         if live.is_closed {
             return Err(Error::Closed);
         }
+        fault::point("text: submit");
         draft.channel = recipient.channel.map(|channel| channel.attach(&self.shared)).transpose()?;
         // The consumer cannot look for this request before it is registered: it needs the lock for that.
         let id = self.shared.submitter.submit(spec)?;
@@ -171,6 +173,7 @@ impl OutputProcessor {
 
     /// Takes finished requests, in the order in which they finished; at most `max`, 0 = all.
     pub fn take_finished(&self, max: usize) -> Vec<FinishedRequest> {
+        fault::point("text: take");
         if self.is_fork() { Vec::new() } else { self.shared.finished.take(max) }
     }
 
@@ -240,6 +243,7 @@ impl Shared {
         let mut ended = Vec::new();
         let mut live = self.lock_live();
         live.start(output);
+        fault::point("text: consumer");
         for event in event::events(output) {
             let Some(request) = live.requests.get_mut(&event.request) else { continue };
             match request.apply(&event, outbox) {
