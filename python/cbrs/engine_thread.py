@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -18,6 +19,15 @@ logger = logging.getLogger("cbrs")
 
 # Exit waits so long for the step that runs; the thread is a daemon and ends with the process.
 _EXIT_WAIT_S = 1.0
+# Threads that were told to end and have not freed their engines yet.
+_stopping: set[threading.Thread] = set()
+
+
+@atexit.register
+def _wait_for_stopping() -> None:
+    """Lets threads that free a model finish: native code that wants the GIL after exit aborts."""
+    for thread in list(_stopping):
+        thread.join(_EXIT_WAIT_S)
 
 
 class EngineThread:
@@ -36,7 +46,7 @@ class EngineThread:
         self._is_stopping = False
         self._death: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(engine,), name="cbrs-engine", daemon=True
+            target=self._run, args=([engine],), name="cbrs-engine", daemon=True
         )
         self._thread.start()
 
@@ -76,15 +86,17 @@ class EngineThread:
         if self.is_foreign:
             return
         self._is_stopping = True
+        if not self.ended.done():
+            _stopping.add(self._thread)
         self.scheduler.close()
         if not threading.main_thread().is_alive():
             # The interpreter is about to be torn down: nothing may be left that wants the GIL.
             self._thread.join(_EXIT_WAIT_S)
 
-    def _run(self, engine: Engine) -> None:
+    def _run(self, owned: list[Engine]) -> None:
         try:
             while True:
-                engine.step(block=True)
+                owned[0].step(block=True)
         except EngineClosedError:
             pass
         except BaseException as error:
@@ -92,14 +104,17 @@ class EngineThread:
             logger.critical("the engine has died: %s", error, exc_info=error)
             self._death = error.with_traceback(None)
         finally:
-            self._end(engine)
+            self._end(owned)
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, owned: list[Engine]) -> None:
         try:
-            engine.close()
+            owned[0].close()
         except BaseException as error:
             # Broken native parts; whoever waits is told in any case.
             logger.error("the engine did not close: %s", error, exc_info=error)
+        # Freed before anybody hears of the end, who may then end the program.
+        owned.clear()
+        _stopping.discard(self._thread)
         self._is_stopping = True
         self.ports.end()
         self.ended.set_result(None)
