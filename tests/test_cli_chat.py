@@ -348,7 +348,7 @@ def test_in_a_terminal_answers_stream_and_ctrl_c_stops_them(terminal):
     screen.type("/reset\n")
     screen.wait_for_prompt()
     screen.type("\x04")
-    assert screen.process.wait(30) == 0
+    assert screen.process.wait(60) == 0
 
 
 def test_at_the_prompt_a_ctrl_c_clears_the_line_and_the_second_ends(terminal):
@@ -365,4 +365,4 @@ def test_at_the_prompt_a_ctrl_c_clears_the_line_and_the_second_ends(terminal):
     screen.interrupt()
     screen.wait_for_prompt()
     screen.interrupt()
-    assert screen.process.wait(30) == 0
+    assert screen.process.wait(60) == 0
