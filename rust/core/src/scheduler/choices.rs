@@ -144,6 +144,7 @@ impl Scheduler {
 
     /// Ends every choice of a request, each with an event that brings no token.
     pub(super) fn end_request(&mut self, id: RequestId, reason: FinishReason, detail: Option<&Arc<str>>) {
+        self.make_room_for_events(self.request(id.slot()).num_live_choices as usize);
         let unstarted = self.withdraw_unstarted(id.slot());
         let sequences: Vec<u32> = self.sequences.siblings(self.request(id.slot()).first_sequence).collect();
         for sequence in sequences {
@@ -237,5 +238,26 @@ impl Scheduler {
         }
         self.pool.roots().release(request.root);
         self.shared.slots.release(id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{RequestSpec, SchedulerConfig};
+
+    /// Somebody may still look at the old ones.
+    #[test]
+    fn arrays_of_events_that_grow_too_small_are_kept() {
+        let config = SchedulerConfig { max_num_seqs: 1, queue_capacity: 1, ..SchedulerConfig::default() };
+        let mut scheduler = Scheduler::new(config).expect("the configuration is valid");
+        let submitter = scheduler.submitter();
+        for num_outgrown in [1, 2, 3, 3] {
+            let id = submitter.submit(RequestSpec { n: 128, ..RequestSpec::new(vec![1]) }).expect("it is acceptable");
+            submitter.cancel(id);
+            scheduler.step(None, 0).expect("no result is due");
+            assert_eq!(scheduler.output().len(), 128);
+            assert_eq!(scheduler.retired_outputs.len(), num_outgrown, "three sets of arrays take turns");
+        }
     }
 }
