@@ -83,16 +83,20 @@ class Ragged:
         return owner, number, number + self.start[rows][owner]
 
     def _compact(self, extra: int) -> None:
-        """Move the rows together, to arrays twice as large as what they and `extra` need."""
+        """Move the rows together, to arrays twice as large as what they and `extra` need.
+
+        Everything is replaced at the end, without a call in between: an interrupt leaves either all
+        rows where they were, or all where they are now.
+        """
         size = 2 * (int(self._capacity.sum()) + extra)
-        old, self._end = self.columns, 0
-        self.columns = [np.zeros(size, column.dtype) for column in old]
+        columns = [np.zeros(size, column.dtype) for column in self.columns]
+        start, end = self.start.copy(), 0
         for row in np.flatnonzero(self._capacity).tolist():
-            start, count = int(self.start[row]), int(self.length[row])
-            for column, before in zip(self.columns, old, strict=True):
-                column[self._end : self._end + count] = before[start : start + count]
-            self.start[row] = self._end
-            self._end += int(self._capacity[row])
+            for column, values in zip(columns, self.get(row), strict=True):
+                column[end : end + len(values)] = values
+            start[row] = end
+            end += int(self._capacity[row])
+        self.columns, self.start, self._end = columns, start, end
 
 
 @dataclass(frozen=True, slots=True)

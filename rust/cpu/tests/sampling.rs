@@ -89,7 +89,7 @@ impl Batch {
     }
 
     fn sample(&self, kernels: &Kernels) -> (Vec<i32>, Vec<u8>) {
-        sample(kernels, self.input()).expect("valid batch")
+        sample(kernels, &self.input()).expect("valid batch")
     }
 
     /// Ids, values and ranks of token 0 of each row and the 6 most likely.
@@ -112,10 +112,10 @@ impl Batch {
     }
 }
 
-fn sample(kernels: &Kernels, input: SampleInput<'_>) -> Result<(Vec<i32>, Vec<u8>), Error> {
+fn sample(kernels: &Kernels, input: &SampleInput<'_>) -> Result<(Vec<i32>, Vec<u8>), Error> {
     let num = input.rows.len();
     let (mut tokens, mut errors) = (vec![-1; num], vec![9; num]);
-    kernels.sample(SampleArgs { tokens: &mut tokens, errors: &mut errors, input })?;
+    kernels.sample(SampleArgs { tokens: &mut tokens, errors: &mut errors, input: *input })?;
     Ok((tokens, errors))
 }
 
@@ -194,7 +194,7 @@ fn every_wrong_argument_is_refused_and_nothing_is_written() {
     let refuse = |change: &dyn Fn(&mut Batch), expected: &str| {
         let mut changed = batch.clone();
         change(&mut changed);
-        let error = sample(&kernels, changed.input()).expect_err(expected);
+        let error = sample(&kernels, &changed.input()).expect_err(expected);
         assert!(error.to_string().contains(expected), "{error} does not say {expected}");
     };
     refuse(&|batch| batch.index[1] = 4, "logits_index[1] is 4, expected 0..4");

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use cbrs_cpu::{AttentionArgs, BatchIndex, CacheLayout, CacheMut, CacheRef, Isa, Kernels, WriteArgs};
 use numpy::ndarray::{Dimension, Ix1, Ix2, Ix3, Ix4};
-use numpy::{Element, PyArray, PyArray1, PyArrayMethods, PyReadonlyArray, PyReadwriteArray};
+use numpy::{Element, PyArray, PyArrayMethods, PyReadonlyArray, PyReadwriteArray};
 use numpy::{PyUntypedArrayMethods, dtype};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -165,7 +165,7 @@ impl CpuKernels {
         penalties: Option<cpu_sampling::PenaltyArrays<'py>>,
         bias: Option<cpu_sampling::BiasArrays<'py>>,
         bans: Option<cpu_sampling::BanArrays<'py>>,
-    ) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<u8>>)> {
+    ) -> PyResult<cpu_sampling::Samples<'py>> {
         let logits = cpu_sampling::Logits::new(logits, logits_index, vocab_size)?;
         cbrs_core::fault::point("kernels: sample");
         let sampling = cpu_sampling::Sampling { rows, uniform, parameters, penalties, bias, bans };

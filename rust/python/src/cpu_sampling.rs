@@ -26,6 +26,8 @@ pub(crate) type PenaltyArrays<'py> = (
 pub(crate) type BiasArrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// `start`, ids.
 pub(crate) type BanArrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+/// Token and error of each sample.
+pub(crate) type Samples<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<u8>>);
 /// Token ids, values, ranks.
 pub(crate) type LogprobMatrix<'py> = (Bound<'py, PyArray2<i32>>, Bound<'py, PyArray2<f32>>, Bound<'py, PyArray1<i32>>);
 
@@ -71,7 +73,7 @@ pub(crate) fn sample<'py>(
     kernels: &Kernels,
     logits: &Logits<'py>,
     sampling: &Sampling<'py>,
-) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<u8>>)> {
+) -> PyResult<Samples<'py>> {
     let rows = vector(&sampling.rows, "rows")?;
     let uniform = vector(&sampling.uniform, "uniform")?;
     let (temperature, top_k, top_p, min_p) = &sampling.parameters;

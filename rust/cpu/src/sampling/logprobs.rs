@@ -19,6 +19,7 @@ pub(super) struct Row<'a> {
 pub(super) struct Out<'a> {
     pub(super) ids: &'a mut [i32],
     pub(super) values: &'a mut [f32],
+    /// One more than the number of ids with a greater logit.
     pub(super) rank: &'a mut i32,
 }
 
@@ -41,13 +42,15 @@ pub(super) unsafe fn fill<S: Simd>(
     block_largest: &[f32],
     scratch: &mut Scratch,
 ) {
+    let Out { ids, values, rank } = out;
     let target = Candidate { value: row.scores[row.target], id: row.target };
-    *out.rank = 1 + count_above(row.scores, target.value) as i32;
+    *rank = 1 + count_above(row.scores, target.value) as i32;
     let Some(largest) = largest else {
         // Ids that exist, so that a reader can name them.
-        let ids = std::iter::once(row.target).chain(0..).map(|id| id.min(row.scores.len() - 1) as i32);
-        out.ids.iter_mut().zip(ids).for_each(|(place, id)| *place = id);
-        out.values.fill(LOGPROB_FLOOR);
+        for (place, id) in ids.iter_mut().zip(std::iter::once(row.target).chain(0..)) {
+            *place = id.min(row.scores.len() - 1) as i32;
+        }
+        values.fill(LOGPROB_FLOOR);
         return;
     };
     // SAFETY: passed on.
@@ -56,7 +59,7 @@ pub(super) unsafe fn fill<S: Simd>(
         let exact = f64::from(value) - f64::from(largest) - log_sum;
         (exact as f32).max(LOGPROB_FLOOR)
     };
-    let count = out.ids.len() - 1;
+    let count = ids.len() - 1;
     let best = &mut scratch.best;
     if count == 0 {
         best.clear();
@@ -72,7 +75,7 @@ pub(super) unsafe fn fill<S: Simd>(
     // Fewer ids than columns: the last one again.
     let padding = best.last().copied().into_iter().cycle();
     let entries = std::iter::once(target).chain(best.iter().copied()).chain(padding);
-    for ((id, value), entry) in out.ids.iter_mut().zip(out.values.iter_mut()).zip(entries) {
+    for ((id, value), entry) in ids.iter_mut().zip(values.iter_mut()).zip(entries) {
         (*id, *value) = (entry.id as i32, logprob(entry.value));
     }
 }

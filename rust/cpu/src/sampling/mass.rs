@@ -37,7 +37,9 @@ impl Histogram {
         for (block, largest) in weights.all.chunks(BLOCK).zip(&weights.block_largest) {
             if *largest >= least {
                 // What is below `least` does no harm: whether to leave it out would be guessed wrong too often.
-                block.iter().for_each(|weight| bins[bin(*weight)] += weight);
+                for weight in block {
+                    bins[bin(*weight)] += weight;
+                }
             }
         }
         let mut bounds = Bounds { certain: f64::INFINITY, floor: least };
