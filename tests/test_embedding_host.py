@@ -252,6 +252,14 @@ EXITS = {
         in_thread(LLM("null:0.02").generate, [1])
         time.sleep(0.3)
     """,
+    "an engine closed right before": """
+        async def use():
+            async with AsyncLLM(MODEL) as llm:
+                await read(llm, SHORT)
+
+        asyncio.run(use())
+    """,
+    "an engine dropped right before": "asyncio.run(read(AsyncLLM(MODEL), SHORT))",
     "a forked child of its own": """
         start_three()
         child = os.fork()
@@ -331,14 +339,15 @@ FORK = """
 
 
 @pytest.fixture(scope="module")
-def children():
+def children(tiny):
     """Exit code of each child, and the seconds from its first `say_now()` to its end.
 
     They are forks of one program: what takes long is loading torch.
     """
     codes = {"nothing": "", "signals": SIGNALS, "fork": FORK, **INTERRUPTS, **EXITS}
     codes = {name: textwrap.dedent(code) for name, code in codes.items()}
-    script = textwrap.dedent(PRELUDE) + f"CODES = {codes!r}\n" + textwrap.dedent(CHILDREN)
+    script = textwrap.dedent(PRELUDE) + f"MODEL, CODES = {str(tiny)!r}, {codes!r}\n"
+    script += textwrap.dedent(CHILDREN)
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
     )

@@ -19,7 +19,7 @@ INVALID = {
         {10**6: 1.0},
         {1: 101.0},
         {1: math.nan},
-        dict.fromkeys(range(1025), 1.0),
+        dict.fromkeys(range(1025), 1),
     ],
     "bad_words": [[""], ["x" * 257], ["x"] * 257],
     "logprobs": [-1, 21],

@@ -68,8 +68,9 @@ class AsyncLLM(BaseLLM):
         )
         self._numbers = itertools.count()
         self._thread = EngineThread(super().engine)
-        # Called when the last reference is dropped, and at the end of the program.
+        # Called when the last reference is dropped; the thread itself looks after the exit.
         self._stop = weakref.finalize(self, self._thread.stop)
+        self._stop.atexit = False
 
     @property
     def engine(self) -> Engine:
@@ -202,6 +203,7 @@ class AsyncLLM(BaseLLM):
         self._engine = None
         self._stop()
         await asyncio.shield(asyncio.wrap_future(self._thread.ended))
+        self._thread.join()  # which has nothing left to do
 
     async def __aenter__(self) -> AsyncLLM:
         """Returns itself; the end of the block calls `aclose`."""

@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import threading
+import time
+import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -17,17 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cbrs")
 
-# Exit waits so long for the step that runs; the thread is a daemon and ends with the process.
+# Exit waits so long for the steps that run; the threads are daemons and end with the process.
 _EXIT_WAIT_S = 1.0
-# Threads that were told to end and have not freed their engines yet.
-_stopping: set[threading.Thread] = set()
-
-
-@atexit.register
-def _wait_for_stopping() -> None:
-    """Lets threads that free a model finish: native code that wants the GIL after exit aborts."""
-    for thread in list(_stopping):
-        thread.join(_EXIT_WAIT_S)
 
 
 class EngineThread:
@@ -49,6 +42,7 @@ class EngineThread:
             target=self._run, args=([engine],), name="cbrs-engine", daemon=True
         )
         self._thread.start()
+        _threads.add(self)
 
     @property
     def is_foreign(self) -> bool:
@@ -78,43 +72,57 @@ class EngineThread:
         return None
 
     def stop(self) -> None:
-        """Ends all requests and then the thread; returns at once, but at the end of the program.
+        """Ends all requests and then the thread; returns at once.
 
         Any thread, any number of times; nothing in a forked child. It takes no lock: the garbage
         collector may call it anywhere.
         """
-        if self.is_foreign:
-            return
-        self._is_stopping = True
-        if not self.ended.done():
-            _stopping.add(self._thread)
-        self.scheduler.close()
-        if not threading.main_thread().is_alive():
-            # The interpreter is about to be torn down: nothing may be left that wants the GIL.
-            self._thread.join(_EXIT_WAIT_S)
+        if not self.is_foreign:
+            self._is_stopping = True
+            self.scheduler.close()
 
-    def _run(self, owned: list[Engine]) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits for the end of the thread; nothing in a forked child."""
+        if not self.is_foreign:
+            self._thread.join(timeout_s)
+
+    def _run(self, engines: list[Engine]) -> None:
+        engine = engines.pop()
         try:
             while True:
-                owned[0].step(block=True)
+                engine.step(block=True)
         except EngineClosedError:
             pass
         except BaseException as error:
             # Without its traceback, which would keep this frame and so the engine alive.
             logger.critical("the engine has died: %s", error, exc_info=error)
             self._death = error.with_traceback(None)
-        finally:
-            self._end(owned)
-
-    def _end(self, owned: list[Engine]) -> None:
-        try:
-            owned[0].close()
-        except BaseException as error:
-            # Broken native parts; whoever waits is told in any case.
-            logger.error("the engine did not close: %s", error, exc_info=error)
-        # Freed before anybody hears of the end, who may then end the program.
-        owned.clear()
-        _stopping.discard(self._thread)
+        _close(engine)
         self._is_stopping = True
         self.ports.end()
+        # Nobody is told before the model is freed: that takes a while, and needs the interpreter.
+        del engine
         self.ended.set_result(None)
+
+
+def _close(engine: Engine) -> None:
+    try:
+        engine.close()
+    except BaseException as error:
+        # Broken native parts; whoever waits is told in any case.
+        logger.error("the engine did not close: %s", error, exc_info=error)
+
+
+# Every thread that may be running, however its users went.
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stops what still runs: native code must not want the interpreter while it is torn down."""
+    threads = list(_threads)
+    for thread in threads:
+        thread.stop()
+    deadline = time.monotonic() + _EXIT_WAIT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
