@@ -18,7 +18,7 @@ from scheduler_kit import make_scheduler
 
 import cbrs
 from cbrs import SamplingParams
-from cbrs.errors import InvalidRequestError, StepError
+from cbrs.errors import StepError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -163,6 +163,20 @@ def test_a14_chunks_and_decodes_in_one_batch_leave_nothing_behind(make_llm, tiny
     assert any({1, 16} <= set(batch["query_lens"]) for batch in trace), "mixed batches ran"
 
 
+def test_b01_prompt_logprobs_are_the_same_with_and_without_a_cached_prefix(make_llm, tiny):
+    llm = make_llm(tiny, block_size=16)
+    prompt = [3 + (7 * i) % 200 for i in range(33)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    first, second = (llm.generate([prompt], params)[0].prompt_logprobs for _ in range(2))
+    (after,) = llm.generate([prompt], greedy(1))
+    assert after.num_cached_tokens == 32, "the prompt is cached, and others may use it"
+    assert len(first) == len(second) == 33
+    assert first[0] is second[0] is None
+    for token, own, other in zip(prompt[1:], first[1:], second[1:], strict=True):
+        assert own[token].rank == other[token].rank
+        assert own[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
 def test_b05_an_adopted_prefix_is_not_computed_again(make_llm, tiny):
     shared = [3 + i for i in range(40)]
     prompts = [[*shared, 60], [*shared, 61, 62]]
@@ -228,22 +242,50 @@ def test_c10_the_chunk_size_reaches_the_scheduler(make_llm, tiny):
     assert llm.engine.scheduler.config.max_prefill_chunk_tokens == 17
 
 
-def test_d15_a_preemption_changes_neither_the_ids_nor_the_prompt_count(make_llm, tiny):
+TIGHT = {"num_blocks": 8, "block_size": 4, "max_model_len": 32, "enable_prefix_caching": False}
+"""Two requests of 5 prompt tokens fill it when each has 11 output tokens."""
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        {},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.2},
+        {"repetition_penalty": 1.4},
+    ],
+)
+def test_d15_a_preemption_changes_neither_the_ids_nor_the_prompt_count(penalty, make_llm, tiny):
     solo = make_llm(tiny, enable_prefix_caching=False)
     prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=25, ignore_eos=True)
+    # Few tokens are likely, so that every penalty changes something.
+    bias = dict.fromkeys(range(20, 26), 8.0)
+    params = SamplingParams(seed=3, max_tokens=25, ignore_eos=True, logit_bias=bias, **penalty)
     expected = [solo.generate([prompt], params)[0] for prompt in prompts]
-    # Two requests fill the 8 blocks of 4 tokens when each has 11 output tokens.
-    options = {"num_blocks": 8, "block_size": 4, "max_model_len": 32}
-    tight = make_llm(tiny, enable_prefix_caching=False, **options)
+    tight = make_llm(tiny, **TIGHT)
     outputs = tight.generate(prompts, params)
     assert tight.stats()["num_preemptions"] > 0
     assert token_ids(outputs) == token_ids(expected)
     assert [output.prompt_token_ids for output in outputs] == prompts
-    # What a penalty would count after a preemption is open until there are penalties.
-    for name in ("presence_penalty", "frequency_penalty"):
-        with pytest.raises(InvalidRequestError, match=name):
-            tight.engine.scheduler.submit(prompts[0], max_tokens=25, **{name: 1.5})
+    if penalty:
+        plain = SamplingParams(seed=3, max_tokens=25, ignore_eos=True, logit_bias=bias)
+        assert token_ids(solo.generate(prompts, plain)) != token_ids(expected)
+
+
+def test_d18_a_preemption_loses_no_logprob(make_llm, tiny):
+    solo = make_llm(tiny, enable_prefix_caching=False)
+    prompts = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True, logprobs=1)
+    expected = [solo.generate([prompt], params)[0] for prompt in prompts]
+    tight = make_llm(tiny, **TIGHT)
+    outputs = tight.generate(prompts, params)
+    assert tight.stats()["num_preemptions"] > 0
+    for output, other in zip(outputs, expected, strict=True):
+        found, wanted = output.outputs[0], other.outputs[0]
+        assert found.token_ids == wanted.token_ids
+        assert len(found.logprobs) == len(found.token_ids) == 25
+        for token, own, its in zip(found.token_ids, found.logprobs, wanted.logprobs, strict=True):
+            assert own[token].logprob == pytest.approx(its[token].logprob, abs=1e-4)
 
 
 def test_d16_a_preempted_request_recomputes_all_it_knows_and_repeats_nothing(make_llm, tiny):

@@ -1,7 +1,7 @@
 """Faults in features that cbrs does not have yet: asking for one is a clear refusal, never silence.
 
-The ids are those of faults that engines of this kind have really had. Each feature, once built,
-replaces its refusal here by a test of the fault itself.
+The ids are those of `docs/cases.md`. Each feature, once built, replaces its refusal here by a test
+of the fault itself.
 """
 
 import re
@@ -11,29 +11,19 @@ import numpy as np
 import pytest
 from scheduler_kit import make_scheduler
 
+from cbrs import StepResult
 from cbrs.errors import InvalidRequestError, ModelLoadError
 from cbrs.loading import load_model
 
-PROMPT = [3] * 5
 
-
-def assert_refused(scheduler, name, value, **others):
-    """The refusal names the parameter, and nothing is queued."""
-    with pytest.raises(InvalidRequestError, match=f"{name} is not supported") as caught:
-        scheduler.submit(PROMPT, max_tokens=9, **{name: value}, **others)
-    assert caught.value.param == name
-    assert scheduler.stats()["num_waiting"] == 0
-    assert scheduler.step().num_seqs == 0
-
-
-def test_b01_prompt_logprobs_are_refused_with_and_without_a_prefix_hit():
+def test_j01_drafts_of_a_speculation_are_refused():
     scheduler = make_scheduler()
-    assert_refused(scheduler, "prompt_logprobs", 1)
-    scheduler.submit(PROMPT, max_tokens=1)
-    scheduler.step()
-    assert scheduler.step(np.array([5], dtype=np.int32)).num_seqs == 0
-    assert scheduler.stats()["num_cached_blocks"] > 0, "the prompt is now in the cache"
-    assert_refused(scheduler, "prompt_logprobs", 1)
+    with pytest.raises(InvalidRequestError, match="draft_token_ids is not supported") as caught:
+        scheduler.submit([3] * 5, max_tokens=9, draft_token_ids=[4, 5])
+    assert caught.value.param == "draft_token_ids"
+    assert scheduler.stats()["num_waiting"] == 0
+    with pytest.raises(InvalidRequestError, match="draft_token_ids is not supported"):
+        StepResult(1, [5], draft_token_ids=[4])
 
 
 @pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.attn.v_scale"])
