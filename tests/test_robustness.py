@@ -18,7 +18,7 @@ import pytest
 from async_kit import final, is_idle, live_ids, started, until
 from scheduler_kit import make_scheduler
 
-from cbrs import SamplingParams
+from cbrs import SamplingParams, _core
 from cbrs.errors import EngineClosedError, EngineDeadError
 
 ROOT = Path(__file__).parents[1]
@@ -220,12 +220,18 @@ def test_nothing_but_the_date_of_chat_templates_reads_the_wall_clock():
     assert readers == {"template.rs", "strftime.rs"}
 
 
+def break_core(scheduler):
+    """Panics inside the scheduler, while its lock is held."""
+    _core._arm_panic("check_invariants")
+    scheduler.check_invariants()
+
+
 def test_a_panic_in_the_core_is_a_typed_error_at_every_entrance():
     scheduler = make_scheduler()
     scheduler.submit([1, 2, 3])
     batch = scheduler.step()
-    with pytest.raises(BaseException, match="a test asked for it") as caught:
-        scheduler._panic()
+    with pytest.raises(BaseException, match="injected") as caught:
+        break_core(scheduler)
     assert type(caught.value).__name__ == "PanicException"
     dead = [
         scheduler.step,
@@ -234,7 +240,6 @@ def test_a_panic_in_the_core_is_a_typed_error_at_every_entrance():
         lambda: scheduler.fail(batch.step_id, "x"),
         scheduler.reset_prefix_cache,
         scheduler.check_invariants,
-        scheduler._panic,
     ]
     for use in dead:
         with pytest.raises(EngineDeadError, match="create a new one"):
@@ -263,8 +268,8 @@ def test_a_panic_in_the_core_ends_every_call_of_an_llm(make_llm):
         thread.start()
     while llm.stats()["num_running"] < 9:
         time.sleep(0.001)
-    with pytest.raises(BaseException, match="a test asked for it"):
-        llm.engine.scheduler._panic()
+    with pytest.raises(BaseException, match="injected"):
+        break_core(llm.engine.scheduler)
     for thread in threads:
         thread.join(30)
     assert len(errors) == 3
@@ -278,8 +283,8 @@ def test_a_panic_in_the_core_ends_every_stream(make_async_llm):
 
     async def main():
         streams = [await started(llm.generate([1], SamplingParams())) for _ in range(3)]
-        with pytest.raises(BaseException, match="a test asked for it"):
-            llm.engine.scheduler._panic()
+        with pytest.raises(BaseException, match="injected"):
+            break_core(llm.engine.scheduler)
         for stream in streams:
             with pytest.raises(EngineDeadError):
                 await final(stream)

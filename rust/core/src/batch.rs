@@ -1,7 +1,8 @@
 //! One iteration's flat arrays: what to run (`Batch`), what came of it (`StepResult`), what to tell users (`StepOutput`).
 //!
-//! Owned by the scheduler, overwritten in place. Buffers have their full capacity from the start and are never
-//! reallocated, so a view of them stays a view of live memory as long as the scheduler lives.
+//! Owned by the scheduler, overwritten in place. What is lent to readers is never reallocated, so a view of it stays a view of live memory
+//! as long as the scheduler lives: batches have their full capacity from the start, and a set of event arrays that is too small is
+//! replaced and kept. Row tables, details and log-probabilities grow, and are copied out instead.
 
 use std::sync::Arc;
 

@@ -184,9 +184,8 @@ impl RequestSpec {
         check_count("stop_token_ids", self.stop_token_ids.len(), MAX_STOP_TOKEN_IDS)?;
         check_ids("stop_token_ids", &self.stop_token_ids, vocab_size)?;
         check_logit_bias(&self.logit_bias)?;
-        for &(id, _) in &self.logit_bias {
-            check_ids("logit_bias", &[id], vocab_size)?;
-        }
+        let bias_ids: Vec<i32> = self.logit_bias.iter().map(|&(id, _)| id).collect();
+        check_ids("logit_bias", &bias_ids, vocab_size)?;
         check_bad_words(&self.bad_words_token_ids)?;
         for word in &self.bad_words_token_ids {
             check_ids("bad_words", word, vocab_size)?;

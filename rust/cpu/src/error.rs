@@ -126,6 +126,18 @@ pub enum Error {
         /// First value that is too large.
         limit: usize,
     },
+    /// A sampling parameter is out of range.
+    #[error("{argument}[{index}] is {value}, but must be {expected}")]
+    Value {
+        /// Name of the argument.
+        argument: &'static str,
+        /// Its index.
+        index: usize,
+        /// The value.
+        value: f64,
+        /// What it must be.
+        expected: &'static str,
+    },
     /// The place of some values is not inside their array.
     #[error("{argument}: the place of entry {index} is not inside the {len} values")]
     Range {

@@ -3,7 +3,7 @@
 //! A view's base object is the scheduler, so the memory lives as long as the view; the scheduler never reallocates what is
 //! lent this way. A view kept longer than its batch shows stale data, never freed memory. Reading one while another thread is
 //! in `step` may show a mix of old and new numbers; nothing but plain numbers is ever lent. What the scheduler itself reads
-//! again (the block tables) is lent read-only.
+//! again (the block tables, the numbers of log-probabilities) is lent read-only.
 
 use cbrs_core::Error;
 use numpy::ndarray::{ArrayView1, ArrayView2};

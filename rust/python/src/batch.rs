@@ -366,10 +366,13 @@ impl Batch {
         self.min_tokens.get(py, &self.owner)
     }
 
-    /// int32 `[max_num_seqs]`, by row: most likely ids to report with each output token; -1 = nothing.
+    /// int32 `[max_num_seqs]`, by row, read-only: most likely ids to report with each output token; -1 = nothing.
     #[getter]
     fn num_logprobs(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.num_logprobs.get(py, &self.owner)
+        let view = self.num_logprobs.get(py, &self.owner);
+        // The scheduler itself reads it again, to check the result.
+        view.bind(py).readwrite().make_nonwriteable();
+        view
     }
 
     /// What the `step` that returned this batch has to tell.

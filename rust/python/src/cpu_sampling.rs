@@ -118,8 +118,8 @@ pub(crate) fn logprobs<'py>(
     let (targets, num_logprobs) = (vector(targets, "targets")?, vector::<i32>(num_logprobs, "num_logprobs")?);
     let (targets, num_logprobs) = (of(&targets, "targets")?, of(&num_logprobs, "num_logprobs")?);
     let most = num_logprobs.iter().copied().max().unwrap_or(0);
-    // Bounds the memory that a wrong count could ask for.
-    let columns = 1 + usize::try_from(most).unwrap_or(0).min(logits.vocab_size.max(MAX_COLUMNS));
+    // Bounds the memory that a wrong count could ask for; the kernel refuses one beyond it.
+    let columns = 1 + usize::try_from(most).unwrap_or(0).min(MAX_COLUMNS);
     let num_tokens = logits.index.len();
     let mut token_ids = vec![0; num_tokens * columns];
     let mut values = vec![0.0; num_tokens * columns];
@@ -140,7 +140,7 @@ pub(crate) fn logprobs<'py>(
     Ok((token_ids, values, PyArray1::from_vec(py, ranks)))
 }
 
-/// Columns that are granted even to a smaller vocabulary.
+/// Most likely ids that are reported at most.
 const MAX_COLUMNS: usize = 1024;
 
 struct Penalised<'py> {

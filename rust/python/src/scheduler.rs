@@ -305,12 +305,6 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Breaks as a bug in the core would: panics while it holds the lock. For tests.
-    fn _panic(&self) -> PyResult<()> {
-        let _core = self.lock()?;
-        panic!("a test asked for it");
-    }
-
     /// Checks every invariant of scheduler and block pool; a broken one raises `PanicException`. For tests: O(blocks + requests).
     fn check_invariants(&self) -> PyResult<()> {
         self.lock()?.check_invariants();

@@ -5,7 +5,7 @@
 //!    last prompt token lies, whatever happens to the choice that computed them. Who starts holds these too and computes the rest.
 //! 3. Pinned blocks count as used. They are given up, those of the newest request first, when a running sequence finds no block, before
 //!    anything is preempted, and when nothing runs and the first in line does not fit. Then the next choice computes the prompt again.
-//! 4. If the choice that computes the prompt ends by `finish`, the next one takes its place; if it ends with an error, all choices do.
+//! 4. If the choice that computes the prompt ends by `finish`, the next one takes its place; if it ends with an error, those that have not started do too.
 //! 5. A request is in the list of waiting ones exactly while a choice of it could start; it is gone when its last choice has ended.
 
 use std::ops::Range;
@@ -150,7 +150,11 @@ impl Scheduler {
         for sequence in sequences {
             self.end_sequence(sequence, reason, detail);
         }
-        for choice in unstarted {
+        self.end_unstarted(id, unstarted, reason, detail);
+    }
+
+    fn end_unstarted(&mut self, id: RequestId, choices: Range<u32>, reason: FinishReason, detail: Option<&Arc<str>>) {
+        for choice in choices {
             self.push_end(id, choice, reason, detail);
             self.forget_choice(id, reason);
         }
@@ -163,14 +167,14 @@ impl Scheduler {
         self.forget_sequence(sequence, reason);
     }
 
-    /// Ends the choice with an error, and those with it that wait for its prompt.
+    /// Ends the choice with an error, and with it those that have not started and wait for its prompt.
     pub(super) fn fail_sequence(&mut self, sequence: u32, message: &Arc<str>) {
         let id = self.sequences[sequence].request;
-        if self.request(id.slot()).fork == (Fork::UnderWay { sequence }) {
-            self.end_request(id, FinishReason::Error, Some(message));
-        } else {
-            self.end_sequence(sequence, FinishReason::Error, Some(message));
-        }
+        let is_waited_for = self.request(id.slot()).fork == (Fork::UnderWay { sequence });
+        let waiting = if is_waited_for { self.withdraw_unstarted(id.slot()) } else { 0..0 };
+        self.make_room_for_events(1 + waiting.len());
+        self.end_sequence(sequence, FinishReason::Error, Some(message));
+        self.end_unstarted(id, waiting, FinishReason::Error, Some(message));
     }
 
     fn push_end(&mut self, id: RequestId, choice: u32, reason: FinishReason, detail: Option<&Arc<str>>) {

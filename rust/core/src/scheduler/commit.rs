@@ -204,6 +204,8 @@ impl Scheduler {
             None
         };
         let stop_id = if is_stop_id { token } else { -1 };
+        // The ends of a failed request may have taken the room that was made for all samples.
+        self.make_room_for_events(1);
         self.output.push(id, state.order.choice() as i32, token, finish, stop_id);
         if let Some(reason) = finish {
             self.forget_sequence(state.sequence, reason);

@@ -319,14 +319,17 @@ impl Scheduler {
 
     /// Rough number of elementary operations that the next `step` has to do, to decide whether it counts as short.
     ///
-    /// Cancels are not counted (each is O(1), besides giving back its blocks).
+    /// Cancels are not counted (each is O(1) for each choice, besides giving back its blocks).
     pub fn estimated_work(&self) -> usize {
         let num_queued = self.shared.queue.len();
         let num_waiting = self.preempted.len() + self.waiting.len() + num_queued;
         let num_ended = if self.shared.queue.is_closed() { num_waiting } else { 0 };
         let num_admissible = num_waiting.min(self.rows.num_free() + self.running.len());
         let chunk_tokens = self.config.max_num_batched_tokens.min(64 * num_admissible);
-        self.running.len() + chunk_tokens / 16 + 8 * (num_queued + num_ended)
+        // Each further choice of a request copies its prompt and takes all its blocks.
+        let num_forks = self.rows.num_free().min(usize::try_from(self.num_unstarted_choices).unwrap_or(usize::MAX));
+        let fork_work = num_forks.saturating_mul(self.config.max_model_len / 16);
+        self.running.len() + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
     }
 
     /// The block pool, to look at.

@@ -151,9 +151,10 @@ impl Scheduler {
             batch.sample_index.push(batch.logits_index.len() as i32);
             batch.logits_index.push(batch.token_ids.len() as i32 - 1);
             batch.sample_rows.push(planned.row as i32);
-            batch.sample_positions.push((row.num_tokens - row.num_prompt_tokens) as i32);
+            let num_output_tokens = row.num_tokens - row.num_prompt_tokens;
+            batch.sample_positions.push(num_output_tokens as i32);
             batch.sample_choices.push(choice);
-            batch.has_sampling_extras |= self.rows.sampling.has_extras[planned.row as usize];
+            batch.has_sampling_extras |= num_output_tokens < self.rows.sampling.extras_below[planned.row as usize];
         }
     }
 }

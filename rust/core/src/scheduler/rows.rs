@@ -192,8 +192,8 @@ pub struct SamplingRows {
     pub min_tokens: Vec<i32>,
     /// Most likely ids to report with each output token; -1 = nothing at all.
     pub num_logprobs: Vec<i32>,
-    /// Whether the row has more than temperature, `top_k`, `top_p` and `min_p`.
-    pub(crate) has_extras: Vec<bool>,
+    /// Output tokens below which the row has more than temperature, `top_k`, `top_p` and `min_p`; most often 0 or `u32::MAX`.
+    pub(crate) extras_below: Vec<u32>,
 }
 
 impl SamplingRows {
@@ -209,7 +209,7 @@ impl SamplingRows {
             repetition_penalty: vec![1.0; max_num_seqs],
             min_tokens: vec![0; max_num_seqs],
             num_logprobs: vec![-1; max_num_seqs],
-            has_extras: vec![false; max_num_seqs],
+            extras_below: vec![0; max_num_seqs],
         }
     }
 
@@ -225,7 +225,8 @@ impl SamplingRows {
         self.repetition_penalty[row] = spec.repetition_penalty;
         self.min_tokens[row] = spec.min_tokens as i32;
         self.num_logprobs[row] = spec.logprobs.map_or(-1, |count| count as i32);
-        self.has_extras[row] = has_tables || spec.has_penalty() || spec.min_tokens > 0 || spec.logprobs.is_some();
+        let is_always = has_tables || spec.has_penalty() || spec.logprobs.is_some();
+        self.extras_below[row] = if is_always { u32::MAX } else { spec.min_tokens };
     }
 }
 

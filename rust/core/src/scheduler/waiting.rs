@@ -1,4 +1,4 @@
-//! The scheduler's own list of requests without a row, linked by slot: preempted ones first, then the others, each in order of arrival.
+//! The scheduler's own lists of who waits for a row, in order of arrival: preempted sequences by number, requests that could start by slot.
 
 use crate::block::NONE;
 

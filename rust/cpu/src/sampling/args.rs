@@ -146,6 +146,29 @@ pub struct SampleArgs<'a> {
 }
 
 impl SampleArgs<'_> {
+    /// Draws rely on these; what is not a number fails every comparison.
+    fn check_values(&self) -> Result<()> {
+        let input = &self.input;
+        let wrong = input.uniform.iter().position(|uniform| !(0.0..1.0).contains(uniform));
+        if let Some(index) = wrong {
+            let (argument, value) = ("uniform", input.uniform[index]);
+            return Err(Error::Value { argument, index, value, expected: "in [0, 1)" });
+        }
+        let parameters = &input.parameters;
+        let check = |argument, values: &[f32], is_valid: fn(f32) -> bool, expected| match input
+            .rows
+            .iter()
+            .map(|&row| row as usize)
+            .find(|&row| !is_valid(values[row]))
+        {
+            None => Ok(()),
+            Some(index) => Err(Error::Value { argument, index, value: f64::from(values[index]), expected }),
+        };
+        check("temperature", parameters.temperature, |value| value >= 0.0, "a number, 0 or more")?;
+        check("top_p", parameters.top_p, |value| value > 0.0, "a number above 0")?;
+        check("min_p", parameters.min_p, |value| !value.is_nan(), "a number")
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         let input = &self.input;
         input.logits.check()?;
@@ -160,6 +183,7 @@ impl SampleArgs<'_> {
         check_len("top_p", parameters.top_p.len(), num_rows)?;
         check_len("min_p", parameters.min_p.len(), num_rows)?;
         check_index("rows", input.rows, num_rows)?;
+        self.check_values()?;
         if let Some(penalties) = &input.penalties {
             check_len("presence_penalty", penalties.presence.len(), num_rows)?;
             check_len("frequency_penalty", penalties.frequency.len(), num_rows)?;

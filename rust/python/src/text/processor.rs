@@ -43,6 +43,7 @@ impl OutputProcessor {
     #[pyo3(signature = (prompt_token_ids, *, index, channel=None, **parameters))]
     fn submit(
         &self,
+        py: Python<'_>,
         prompt_token_ids: &Bound<'_, PyAny>,
         index: u64,
         channel: Option<&Bound<'_, OutputChannel>>,
@@ -51,7 +52,10 @@ impl OutputProcessor {
         let (mut spec, text) = read_parameters("submit", parameters)?;
         spec.prompt_token_ids = token_ids(prompt_token_ids, "prompt_token_ids")?;
         let recipient = recipient(index, channel);
-        let id = self.inner.submit(spec, &text, recipient, self.scheduler.get().now_ns());
+        let now_ns = self.scheduler.get().now_ns();
+        let submit = || self.inner.submit(spec, &text, recipient, now_ns);
+        // Bad words are tokenized here.
+        let id = if text.bad_words.is_empty() { submit() } else { py.detach(submit) };
         id.map(cbrs_core::RequestId::as_u64).map_err(|error| to_py(&error))
     }
 

@@ -1,7 +1,7 @@
 //! One request between its submission and its last event: what it has told, and where it tells it.
 //!
 //! 1. Its choices end independently; the request ends with the last of them, once.
-//! 2. What is streamed is not kept: the updates of a choice joined are what its `FinishedChoice` would have been.
+//! 2. The updates of a choice joined are what its `FinishedChoice` would have been.
 
 use std::sync::Arc;
 

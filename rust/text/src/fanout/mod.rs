@@ -224,23 +224,24 @@ impl Shared {
 
     /// The consumer thread: applies step outputs until the mailbox ends, then ends what is left.
     fn run(&self) {
-        let mut outbox = Outbox::default();
+        // Both outlive a panic: what a step had told by then is delivered.
+        let (mut outbox, mut ended) = (Outbox::default(), Vec::new());
         let applied = catch_unwind(AssertUnwindSafe(|| {
             let mut outputs = Vec::new();
             while self.mailbox.receive(&mut outputs) {
                 for output in &outputs {
-                    self.apply(output, &mut outbox);
+                    self.apply(output, &mut outbox, &mut ended);
                 }
             }
         }));
+        self.finished.extend(ended);
         match applied {
             Ok(()) => self.end_all(FinishReason::Cancelled, None, &mut outbox),
             Err(_) => self.end_all(FinishReason::Error, Some("the text thread broke"), &mut outbox),
         }
     }
 
-    fn apply(&self, output: &StepOutput, outbox: &mut Outbox) {
-        let mut ended = Vec::new();
+    fn apply(&self, output: &StepOutput, outbox: &mut Outbox, ended: &mut Vec<FinishedRequest>) {
         let mut live = self.lock_live();
         live.start(output);
         fault::point("text: consumer");
@@ -258,7 +259,7 @@ impl Shared {
             }
         }
         // Before the lock is given back: once nothing is live, everything can be taken.
-        self.finished.extend(ended);
+        self.finished.extend(std::mem::take(ended));
         outbox.deliver();
     }
 

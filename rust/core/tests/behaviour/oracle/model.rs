@@ -294,14 +294,17 @@ impl Model {
         }
     }
 
-    /// A choice ends with an error, and those with it that wait for its prompt.
+    /// A choice ends with an error, and with it those that have not started and wait for its prompt.
     fn fail_choice(&mut self, flying: &Flying, detail: &Detail) {
         let table = self.tables.row(flying.row);
         self.memory.poison(table, flying.start, flying.end);
-        if self.request_of(flying.choice).leader == Some(flying.choice) {
-            self.end_request(flying.choice, FinishReason::Error, detail);
-        } else {
-            self.end_with_event(flying.choice, FinishReason::Error, detail.clone());
+        let is_leader = self.request_of(flying.choice).leader == Some(flying.choice);
+        let siblings = if is_leader { self.request_of(flying.choice).choices.clone() } else { 0..0 };
+        self.end_with_event(flying.choice, FinishReason::Error, detail.clone());
+        for choice in siblings {
+            if !self.choices[choice].is_started {
+                self.end_with_event(choice, FinishReason::Error, detail.clone());
+            }
         }
     }
 

@@ -71,12 +71,14 @@ impl Model {
             let wanted = (asked.top_k, asked.min_tokens as i32, asked.logprobs.map_or(-1, |count| count as i32));
             assert_eq!(given, wanted, "row {row} samples otherwise");
         }
-        let has_extras = |row: &i32| {
-            let choice = &self.choices[self.rows[*row as usize].expect("a sampled row has a choice")];
+        let has_extras = |(&row, &position): (&i32, &i32)| {
+            let choice = &self.choices[self.rows[row as usize].expect("a sampled row has a choice")];
             let (spec, sampling) = (&choice.spec, &choice.spec.sampling);
             let has_tables = !spec.logit_bias.is_empty() || !spec.bad_words_token_ids.is_empty();
-            has_tables || sampling.has_penalty() || sampling.min_tokens > 0 || sampling.logprobs.is_some()
+            let is_held = (position as u32) < sampling.min_tokens;
+            has_tables || sampling.has_penalty() || is_held || sampling.logprobs.is_some()
         };
-        assert_eq!(batch.has_sampling_extras, batch.sample_rows.iter().any(has_extras), "has_sampling_extras");
+        let wanted = batch.sample_rows.iter().zip(&batch.sample_positions).any(has_extras);
+        assert_eq!(batch.has_sampling_extras, wanted, "has_sampling_extras");
     }
 }
