@@ -386,6 +386,87 @@ def test_a_long_text_is_tokenized_off_the_loop(make_async_llm):
     llm.encode = encode
 
 
+LONG = "word " * 5_000
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def hold_preparations(llm, monkeypatch):
+    """Lets texts be tokenized and chats be rendered only once the returned event is set."""
+    may_go_on = threading.Event()
+
+    def held(function):
+        def wait_and_call(*arguments):
+            assert may_go_on.wait(60)
+            return function(*arguments)
+
+        return wait_and_call
+
+    monkeypatch.setattr(llm, "encode", held(llm.encode))
+    monkeypatch.setattr(llm, "_render", held(llm._render))
+    return may_go_on
+
+
+async def end_by_name(llm):
+    assert llm.cancel("x")
+    assert not llm.cancel("x")
+
+
+async def end_by_pause(llm):
+    await llm.pause("cancel")
+    await llm.resume()
+
+
+@pytest.mark.parametrize("kind", ["delta", "cumulative", "final_only"])
+@pytest.mark.parametrize("end", [end_by_name, end_by_pause])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_what_is_cancelled_while_it_is_prepared_ends_as_cancelled(
+    llm, monkeypatch, is_chat, end, kind
+):
+    may_go_on = hold_preparations(llm, monkeypatch)
+    params = SamplingParams(
+        n=2, max_tokens=400, truncate_prompt_tokens=8, ignore_eos=True, output_kind=kind
+    )
+
+    async def main():
+        stream = llm.chat(HI, params, "x") if is_chat else llm.generate(LONG, params, "x")
+        task = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0.01)
+        await end(llm)
+        may_go_on.set()
+        return await task
+
+    outputs = asyncio.run(main())
+    reasons = [(c.index, c.finish_reason) for output in outputs for c in output.outputs]
+    assert [reason for reason in reasons if reason[1]] == [(0, "cancelled"), (1, "cancelled")]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert llm.stats()["num_output_tokens"] < 100
+    assert live_ids(llm) == 0
+
+
+def test_the_id_of_a_request_is_taken_while_it_is_prepared(llm, monkeypatch):
+    may_go_on = hold_preparations(llm, monkeypatch)
+
+    async def main():
+        task = asyncio.create_task(final(llm.chat(HI, GREEDY, "x")))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="'x' belongs to a request"):
+            await anext(llm.generate([1], GREEDY, "x"))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert live_ids(llm) == 0
+        stream = llm.chat(HI, GREEDY, "x")
+        task = asyncio.create_task(collect(stream))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        may_go_on.set()
+        assert await task == []
+
+    asyncio.run(main())
+    assert live_ids(llm) == 0
+    assert llm.stats()["num_accepted_requests"] == 0
+
+
 def test_choices_of_one_request_are_streamed_together(llm):
     params = SamplingParams(n=3, seed=1, max_tokens=6, ignore_eos=True, output_kind="delta")
 

@@ -92,11 +92,16 @@ class OutputStream:
     async def _start(self) -> OutputAssembler:
         inbox, ports = self._inbox, self._thread.ports
         self._loop = asyncio.get_running_loop()
+        self._thread.check()
+        # The id is live while the prompt is prepared: `cancel` and `pause` find the request. What
+        # they end then is submitted all the same, and cancelled by `Inbox.submit`.
+        ports.ids.claim(inbox)
         prompt, submit = await self._prepare()
         # From here on nothing is awaited until the request is submitted.
-        self._thread.check()
+        if self._is_over:
+            raise StopAsyncIteration
         port = ports.port(self._thread.check)
-        ports.ids.claim(inbox)
+        self._thread.check()
         port.add(inbox)
         try:
             submission = partial(submit, index=inbox.index, channel=port.channel)
