@@ -12,6 +12,7 @@ from async_kit import GREEDY, collect, final, is_idle, live_ids, started, until
 
 from cbrs import AsyncLLM, SamplingParams
 from cbrs.errors import (
+    CbrsError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -375,8 +376,8 @@ def test_a_long_text_is_tokenized_off_the_loop(make_async_llm):
     params = SamplingParams(max_tokens=2, truncate_prompt_tokens=7)
 
     async def main():
-        long = await final(llm.generate("word " * 20_000, params))
-        await final(llm.generate("word " * 100, params))
+        long = await final(llm.generate("x" * 2_049, params))
+        await final(llm.generate("x" * 2_048, params))
         return long
 
     output = asyncio.run(main())
@@ -386,7 +387,7 @@ def test_a_long_text_is_tokenized_off_the_loop(make_async_llm):
     llm.encode = encode
 
 
-LONG = "word " * 5_000
+LONG = "word " * 410  # just too long for the loop
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -499,6 +500,21 @@ def test_a_score_is_that_of_llm(llm, make_llm, tiny):
     for pair, message in ((("a", ""), "continuation is empty"), (([1] * 300, [1] * 300), "512")):
         with pytest.raises(InvalidRequestError, match=message):
             asyncio.run(llm.score(*pair))
+
+
+def test_a_score_that_a_pause_cancels_says_so(make_async_llm):
+    llm = make_async_llm("null:0.02", max_num_batched_tokens=16)
+
+    async def main():
+        task = asyncio.create_task(llm.score([1] * 300, [2] * 100))
+        await until(lambda: llm.stats()["num_running"] == 1)
+        await llm.pause("cancel")
+        with pytest.raises(CbrsError, match="not scored: it was cancelled; score it again"):
+            await task
+        await llm.resume()
+
+    asyncio.run(main())
+    assert live_ids(llm) == 0
 
 
 def test_a_pause_waits_for_what_has_started_and_starts_nothing(make_async_llm):

@@ -24,6 +24,8 @@ class Inbox:
 
     def __init__(self, request_id: str, index: int, wakes_at_end_only: bool) -> None:
         """`index` is what comes back with each update."""
+        self.absorb: Callable[[Update], object] | None = None
+        """If set, it is called with each update, of which only the last is kept then."""
         self.request_id = request_id
         self.index = index
         self.is_cancelled = False
@@ -35,7 +37,18 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, update: Update) -> None:
-        """Keeps an update, with the others of its step, and wakes the reader."""
+        """Takes an update, with the others of its step, and wakes the reader."""
+        if self.absorb is None:
+            self._keep(update)
+        else:
+            self.absorb(update)
+            self._steps.clear()
+            self._steps.append([update])
+        self.is_over |= update.is_last
+        if self.is_over or not self._wakes_at_end_only:
+            self.wake()
+
+    def _keep(self, update: Update) -> None:
         steps, choices = self._steps, self._choices_of_last_step
         # A step has one update for each choice; an end that no step brought has an earlier time.
         if steps and steps[-1][-1].time_s == update.time_s and update.choice not in choices:
@@ -44,9 +57,6 @@ class Inbox:
             steps.append([update])
             choices.clear()
         choices.add(update.choice)
-        self.is_over |= update.is_last
-        if self.is_over or not self._wakes_at_end_only:
-            self.wake()
 
     def end(self) -> None:
         """Says that nothing will come any more, even if the last update has not."""
