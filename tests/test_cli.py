@@ -225,7 +225,7 @@ def test_every_sampling_option_reaches_the_request(monkeypatch, generate, option
     monkeypatch.setattr(
         cbrs.LLM, "generate", lambda llm, prompts, p: seen.extend(p) or [answer("x")]
     )
-    generate("--prompt", "a", "--" + option.replace("_", "-"), str(value))
+    generate("--prompt", "a", "--json", "--" + option.replace("_", "-"), str(value))
     assert getattr(seen[0], option) == value
 
 
@@ -247,6 +247,22 @@ def test_several_outputs_of_a_prompt_are_all_printed(monkeypatch, generate):
         ("x", [0]),
         ("y", [1]),
     ]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_logprobs_of_a_line_without_json_are_refused(capsys, tmp_path, name):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "b", name: 0}))
+    arguments = ["generate", "null", "--max-tokens", "4", "--file", str(file)]
+    assert main(arguments) == 2
+    assert f"{name} of prompt 2 needs --json" in capsys.readouterr().err
+    assert main([*arguments, "--json"]) == 0
+    assert name in json_lines(capsys.readouterr().out)[1]
+
+
+def test_the_option_logprobs_without_json_is_refused(capsys):
+    assert main(["generate", "null", "--prompt", "a", "--logprobs", "0"]) == 2
+    assert "--logprobs needs --json" in capsys.readouterr().err
 
 
 def test_logprobs_are_in_the_json(monkeypatch, generate):

@@ -308,14 +308,16 @@ FORK = """
 
     async def in_child():
         num_refusals = 0
-        for use in [*uses(llm), *uses(async_llm), lambda: async_llm.cancel("x")]:
+        # A stream that the parent began refuses as a new one does.
+        others = [lambda: async_llm.cancel("x"), lambda: stream]
+        for use in [*uses(llm), *uses(async_llm), *others]:
             try:
                 value = use()
                 await (anext(value) if hasattr(value, "__anext__") else value)
             except EngineClosedError as error:
                 assert "belongs to process" in str(error), error
                 num_refusals += 1
-        assert num_refusals == 12 + 12 + 1, num_refusals
+        assert num_refusals == 12 + 12 + 2, num_refusals
         await async_llm.aclose()
         llm.close()
 

@@ -293,11 +293,21 @@ def test_a_whole_snapshot_is_used_without_asking_the_hub(
     assert client.num_downloads == 0
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "weights.safetensors"])
+def test_what_the_loader_can_load_is_used_without_asking_the_hub(
+    weights: str, hub_client: Callable[..., HubClient], tmp_path: Path
+) -> None:
+    snapshot = write_snapshot(tmp_path, "tokenizer.json")
+    (snapshot / "model.safetensors").rename(snapshot / weights)
+    client = hub_client(snapshot, is_cached=True, error="no route")
+    assert hub.pull_from_hub("owner/model") == tmp_path
+    assert client.num_downloads == 0
+
+
 @pytest.mark.parametrize(
     ("missing", "shards"),
     [
         ("config.json", ()),
-        ("tokenizer.json", ()),
         ("model.safetensors", ()),
         ("model-2-of-2.safetensors", ("model-1-of-2.safetensors", "model-2-of-2.safetensors")),
     ],

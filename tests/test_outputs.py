@@ -104,6 +104,30 @@ def test_streamed_choices_and_logprobs_are_those_of_the_whole_result(llm, make_a
     assert len(cumulative.prompt_logprobs) == len(whole.prompt_logprobs)
 
 
+def test_a_reader_of_the_end_alone_keeps_no_updates(make_async_llm, tiny):
+    params = SamplingParams(**WITH_LOGPROBS | {"n": 2}, output_kind="final_only")
+    llm = make_async_llm(tiny)
+    queued = []
+
+    async def main():
+        stream = llm.generate("Hello", params)
+        push = stream._inbox.push
+
+        def count(update):
+            push(update)
+            queued.append(sum(map(len, stream._inbox._steps)))
+
+        stream._inbox.push = count
+        return await collect(stream)
+
+    (output,) = asyncio.run(main())
+    assert queued == [1] * len(queued)
+    assert len(queued) > 2
+    assert [len(completion.token_ids) for completion in output.outputs] == [6, 6]
+    assert [len(completion.logprobs) for completion in output.outputs] == [6, 6]
+    assert output.metrics.inter_token_latencies_s
+
+
 def test_token_texts_are_looked_up_once(llm):
     class Counting:
         num_calls = 0

@@ -5,13 +5,17 @@ wrongly: a combination that contradicts itself is refused naming a parameter, ev
 answer that obeys all its parameters at once.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import kit
 import pytest
+from asked import assert_same_answer
+from async_kit import collect
 from pairwise import covering, pairs_of
 
 from cbrs import SamplingParams
@@ -99,26 +103,93 @@ def test_combinations_are_obeyed_or_refused(
     mode: str,
     combinations: list[dict[str, Any]],
     make_llm: Callable[..., Any],
+    make_async_llm: Callable[..., Any],
     tiny: Path,
 ) -> None:
-    llm = make_llm(tiny, **MODES[mode])
-    prompts, every_params = [], []
-    for asked in combinations:
-        if asked["mode"] != mode:
-            continue
-        prompt = PROMPTS[asked["prompt"]]
-        params = SamplingParams(**{name: asked[name] for name in VALUES})
-        if is_contradiction(asked):
+    """By `LLM`, and streamed by `AsyncLLM`, with the same answers wherever chance has no part."""
+    chosen = [asked for asked in combinations if asked["mode"] == mode]
+    refused = [asked_of(asked) for asked in chosen if is_contradiction(asked)]
+    accepted = [asked_of(asked) for asked in chosen if not is_contradiction(asked)]
+    assert len(accepted) > 30
+    assert {params.output_kind for _, params in accepted} == set(VALUES["output_kind"])
+    llm, streaming = make_llm(tiny, **MODES[mode]), make_async_llm(tiny, **MODES[mode])
+    for prompt, params in refused:
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.generate([prompt], params, use_tqdm=False)
+        assert caught.value.param in ("min_tokens", "stop")
+
+    async def stream_all() -> list[list[Any]]:
+        for prompt, params in refused:
             with pytest.raises(InvalidRequestError) as caught:
-                llm.generate([prompt], params, use_tqdm=False)
+                await anext(streaming.generate(prompt, params))
             assert caught.value.param in ("min_tokens", "stop")
-        else:
-            prompts.append(prompt)
-            every_params.append(params)
-    assert len(prompts) > 30
-    outputs = llm.generate(prompts, every_params, use_tqdm=False)
-    for prompt, params, output in zip(prompts, every_params, outputs, strict=True):
-        check_answer(llm.tokenizer, prompt, params, output)
+        streams = [streaming.generate(prompt, params) for prompt, params in accepted]
+        return await asyncio.gather(*map(collect, streams))
+
+    answers = llm.generate(*map(list, zip(*accepted, strict=True)), use_tqdm=False)
+    streamed = asyncio.run(stream_all())
+    num_compared = 0
+    for (prompt, params), answer, outputs in zip(accepted, answers, streamed, strict=True):
+        check_answer(llm.tokenizer, prompt, params, answer)
+        check_stream(params, outputs)
+        merged = joined(outputs) if params.output_kind == "delta" else outputs[-1]
+        check_answer(llm.tokenizer, prompt, params, merged)
+        if is_greedy(params) or params.seed is not None:
+            assert_same_answer(merged, answer)
+            num_compared += 1
+    assert num_compared > 20
+
+
+def asked_of(asked: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
+    """The prompt and the parameters of a combination."""
+    return PROMPTS[asked["prompt"]], SamplingParams(**{name: asked[name] for name in VALUES})
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature == 0.0 or params.top_k == 1
+
+
+def check_stream(params: SamplingParams, outputs: list[Any]) -> None:
+    """Hold the outputs of a stream to its kind; what they add up to, `check_answer` checks."""
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    if params.output_kind == "final_only":
+        assert len(outputs) == 1
+    elif params.output_kind == "delta":
+        for output in outputs:
+            assert output.outputs
+            for piece in output.outputs:
+                # The text of a token may be held back, and what was held back come without one.
+                assert piece.token_ids or piece.text or piece.finish_reason
+        assert all(output.prompt_logprobs is None for output in outputs[1:])
+    else:
+        for before, after in pairwise(outputs):
+            for old, new in zip(before.outputs, after.outputs, strict=True):
+                assert new.token_ids[: len(old.token_ids)] == old.token_ids
+                assert new.text.startswith(old.text)
+                assert (new.logprobs or [])[: len(old.logprobs or [])] == (old.logprobs or [])
+                assert old.finish_reason in (None, new.finish_reason)
+
+
+def joined(deltas: list[Any]) -> Any:
+    """The answer that deltas add up to."""
+    pieces: dict[int, list[Any]] = {}
+    for delta in deltas:
+        for piece in delta.outputs:
+            pieces.setdefault(piece.index, []).append(piece)
+    choices = []
+    for index in sorted(pieces):
+        every = pieces[index]
+        assert [piece.finish_reason is None for piece in every[:-1]] == [True] * (len(every) - 1)
+        rows = [row for piece in every for row in piece.logprobs or []]
+        choices.append(
+            replace(
+                every[-1],
+                text="".join(piece.text for piece in every),
+                token_ids=[token for piece in every for token in piece.token_ids],
+                logprobs=rows if any(piece.logprobs is not None for piece in every) else None,
+            )
+        )
+    return replace(deltas[-1], outputs=choices, prompt_logprobs=deltas[0].prompt_logprobs)
 
 
 def check_answer(tokenizer: Any, prompt: list[int], params: SamplingParams, output: Any) -> None:
@@ -131,7 +202,7 @@ def check_answer(tokenizer: Any, prompt: list[int], params: SamplingParams, outp
     assert [choice.index for choice in output.outputs] == list(range(params.n))
     for choice in output.outputs:
         check_choice(tokenizer, params, choice)
-    if params.temperature == 0.0 or params.top_k == 1:
+    if is_greedy(params):
         assert len({tuple(choice.token_ids) for choice in output.outputs}) == 1
 
 

@@ -10,6 +10,7 @@ import random
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def num_threads_and_descriptors():
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+CUTS = ["never", "at once", "soon", "while it runs", "after its end"]
+WAYS = ["name", "aclose", "task", "drop"]
+
+
 class Storm:
     """Requests of all kinds, 64 at a time, each left alone or cut at a random moment."""
 
@@ -42,64 +47,119 @@ class Storm:
         self.llm = llm
         self.choose = random.Random(seed)
         self.ends = Counter()
+        """How requests ended, by way: a finish reason, or "gone" if nobody was told."""
         self.cuts = Counter()
-        self.num_errors = 0
+        """How many were cut, by way and by the state they were in."""
 
     async def run(self, count):
         numbers = iter(range(count))
 
         async def work():
             for number in numbers:
-                await self.one(number)
+                await self.one(f"storm-{number}")
 
         await asyncio.gather(*(work() for _ in range(64)))
         await until(lambda: is_idle(self.llm))
 
-    async def one(self, number):
-        choose = self.choose
-        # Prompts of up to 8 chunks, some alike; outputs of 1 to 24 tokens, one to three of them.
-        prompt = [1 + choose.randrange(3)] * choose.choice([1, 5, 40, 120])
+    async def one(self, name):
+        # Outputs of 1 to 24 tokens, one to three of them.
         params = SamplingParams(
-            max_tokens=choose.randint(1, 24),
-            n=choose.choice([1, 1, 1, 3]),
-            output_kind=choose.choice(["delta", "cumulative"]),
+            max_tokens=self.choose.randint(1, 24),
+            n=self.choose.choice([1, 1, 1, 3]),
+            truncate_prompt_tokens=120,
+            output_kind=self.choose.choice(["delta", "cumulative", "final_only"]),
         )
-        cut = choose.choice(["never", "at once", "soon", "while it runs", "after its end"])
-        how = choose.choice(["name", "aclose", "task", "drop"])
-        self.cuts[cut, how] += 1
-        name = f"storm-{number}"
-        task = asyncio.create_task(self.read(prompt, params, name, cut, how))
-        if cut in ("at once", "soon"):
-            await asyncio.sleep(0 if cut == "at once" else choose.uniform(0, 0.01))
-            if how == "name":
-                self.llm.cancel(name)
+        cut, way = self.choose.choice(CUTS), self.choose.choice(WAYS)
+        run = self.drop if way == "drop" else self.read_and_cut
+        await run(self.start(params, name), params.n, cut, way)
+        assert not self.llm.cancel(name), "the id is free again"
+
+    def start(self, params, name):
+        """A stream; texts and conversations are prepared by a thread, ids are not."""
+        kind, letter = self.choose.choice(["ids", "text", "chat"]), self.choose.choice("abc")
+        # Prompts of up to 8 chunks, some alike.
+        length = self.choose.choice([1, 5, 40, 120])
+        if kind == "ids":
+            return self.llm.generate([ord(letter)] * length, params, name)
+        if kind == "text":
+            return self.llm.generate(letter * (length + 2_048), params, name)
+        return self.llm.chat([{"role": "user", "content": letter * length}], params, name)
+
+    async def read_and_cut(self, stream, num_choices, cut, way):
+        has_begun = asyncio.Event()
+        task = asyncio.create_task(self.read(stream, has_begun))
+        if cut == "while it runs":
+            await has_begun.wait()
+        elif cut in ("never", "after its end"):
+            await asyncio.wait([task])
+        else:
+            await asyncio.sleep(0 if cut == "at once" else self.choose.uniform(0, 0.01))
+        if cut != "never":
+            self.cuts[way, state_of(stream)] += 1
+            if way == "name":
+                assert self.llm.cancel(stream.request_id) == (state_of(stream) != "over")
+            elif way == "aclose":
+                await stream.aclose()
             else:
                 task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if not task.cancelled():
-            task.result()
-        if cut == "after its end":
-            assert not self.llm.cancel(name)
+        await asyncio.wait([task])
+        if task.cancelled():
+            assert way == "task"
+            self.ends[way, "gone"] += 1
+        else:
+            self.count_end(way, task.result(), num_choices)
 
-    async def read(self, prompt, params, name, cut, how):
-        stream = self.llm.generate(prompt, params, name)
-        num_before = self.choose.randint(1, params.max_tokens)
-        reasons = {}
-        async for output in stream:
-            for completion in output.outputs:
-                if completion.finish_reason is not None:
-                    reasons[completion.index] = completion.finish_reason
-            if output.finished:
-                break
-            num_before -= 1
-            if cut == "while it runs" and num_before == 0:
-                if how != "name":
-                    await stream.aclose()
-                    self.ends["closed"] += 1
-                    return
-                self.llm.cancel(name)
-        assert sorted(reasons) == list(range(params.n)), "each choice has one end"
-        self.ends[reasons[0]] += 1
+    async def read(self, stream, has_begun):
+        """The outputs of a stream; `has_begun` is set with one of them, or at the end."""
+        outputs, num_before = [], self.choose.randint(1, 8)
+        try:
+            async for output in stream:
+                outputs.append(output)
+                if len(outputs) == num_before:
+                    has_begun.set()
+        finally:
+            has_begun.set()
+        return outputs
+
+    async def drop(self, stream, num_choices, cut, way):
+        """Drops the only reference to a stream, and to the wait for its next output if any."""
+        outputs, waiting = [], None
+        num_before = {"at once": 0, "soon": 0, "while it runs": self.choose.randint(1, 8)}.get(cut)
+        while len(outputs) != num_before and not (outputs and outputs[-1].finished):
+            outputs.append(await anext(stream))
+        if num_before == 0:
+            # As a task does it, which would keep the stream.
+            waiting = stream.__anext__()
+            waiting.send(None)
+            await asyncio.sleep(0 if cut == "at once" else self.choose.uniform(0, 0.01))
+        if cut != "never":
+            self.cuts[way, state_of(stream)] += 1
+        gone = weakref.ref(stream)
+        del stream, waiting
+        gc.collect(0)
+        assert gone() is None
+        if outputs and outputs[-1].finished:
+            self.count_end(way, outputs, num_choices)
+        else:
+            self.ends[way, "gone"] += 1
+
+    def count_end(self, way, outputs, num_choices):
+        if not outputs or not outputs[-1].finished:
+            assert way == "aclose", "every other way tells its reader"
+            self.ends[way, "gone"] += 1
+            return
+        ends = [c for output in outputs for c in output.outputs if c.finish_reason is not None]
+        # A cumulative output repeats the ends of those before it.
+        reasons = {(completion.index, completion.finish_reason) for completion in ends}
+        assert sorted(index for index, _ in reasons) == list(range(num_choices))
+        self.ends[way, ends[-1].finish_reason] += 1
+
+
+def state_of(stream):
+    """Whether a request is being prepared, submitted or over."""
+    if stream._is_over or stream._inbox.is_over:
+        return "over"
+    return "being prepared" if stream._assembler is None else "submitted"
 
 
 def storm(llm, count):
@@ -107,15 +167,22 @@ def storm(llm, count):
     load = Storm(llm, seed=count)
     asyncio.run(load.run(max(100, count // 10)))
     before, counts = resident_kib(), num_threads_and_descriptors()
-    accepted, load.ends = llm.stats()["num_accepted_requests"], Counter()
+    accepted = llm.stats()["num_accepted_requests"]
+    load.ends.clear()
+    load.cuts.clear()
     asyncio.run(load.run(count))
     assert resident_kib() <= before * 1.02 + 4096
     assert num_threads_and_descriptors() == counts
     assert live_ids(llm) == 0
     assert llm.engine.processor.num_live == 0
-    assert set(load.ends) >= {"length", "cancelled", "closed"}
     assert llm.stats()["num_accepted_requests"] > accepted
-    assert len(load.cuts) == 5 * 4
+    for way in WAYS:
+        for state in ("being prepared", "submitted", "over"):
+            assert load.cuts[way, state] >= count // 300, (way, state, load.cuts)
+        for end in ("length", "cancelled" if way == "name" else "gone"):
+            assert load.ends[way, end] >= count // 300, (way, end, load.ends)
+    assert {way for way, end in load.ends if end == "cancelled"} == {"name"}
+    assert sum(load.ends.values()) == count
 
 
 def make_stormy(make_async_llm):

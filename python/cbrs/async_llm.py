@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from cbrs.engine import Engine
 
-# Longer texts are tokenized by a thread of the loop's pool, in UTF-8 bytes or characters.
-_MAX_INLINE_TEXT = 65_536
+# Longer texts, in characters, are tokenized by a thread of the loop's pool: a text of this length
+# holds the loop up for a few milliseconds.
+_MAX_INLINE_CHARS = 2_048
 # A pause looks this often whether anything is left running.
 _PAUSE_INTERVAL_S = 0.005
 
@@ -159,7 +160,7 @@ class AsyncLLM(BaseLLM):
         Raises:
             InvalidRequestError: an empty or too long text.
             OverloadedError: the queue is full.
-            CbrsError: the step that computed it failed.
+            CbrsError: the step that computed it failed, or `pause("cancel")` ended it.
         """
         self._thread.check()
         pairs, is_single = scoring.pairs(prompt, continuation)
@@ -238,7 +239,7 @@ class AsyncLLM(BaseLLM):
         arguments = (params or SamplingParams()).to_submit_arguments()
         if not isinstance(prompt, str):
             return Submission(None, partial(processor.submit, prompt, **arguments))
-        if len(prompt) <= _MAX_INLINE_TEXT:
+        if len(prompt) <= _MAX_INLINE_CHARS:
             return Submission(prompt, partial(processor.submit_text, prompt, **arguments))
         token_ids = await asyncio.to_thread(self.encode, prompt)
         return Submission(prompt, partial(processor.submit, token_ids, **arguments))

@@ -31,7 +31,7 @@ logger = logging.getLogger("cbrs")
 
 _CHUNK_BYTES = 1 << 20
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
-_WEIGHTS, _WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
 _OFFLINE_VARIABLES = ("CBRS_OFFLINE", "HF_HUB_OFFLINE")
 _TRUE = frozenset({"1", "on", "yes", "true"})
 
@@ -204,12 +204,12 @@ def _local_snapshot(client: Any, repository: str) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell a whole snapshot from one whose download was interrupted."""
-    if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
+    """Tell whether the loader finds what it needs; of an interrupted download it may not."""
+    if not (folder / "config.json").is_file():
         return False
     index = folder / _WEIGHTS_INDEX
     if not index.is_file():
-        return (folder / _WEIGHTS).is_file()
+        return any(file.is_file() for file in folder.glob("*.safetensors"))
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

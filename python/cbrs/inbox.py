@@ -24,25 +24,39 @@ class Inbox:
 
     def __init__(self, request_id: str, index: int, wakes_at_end_only: bool) -> None:
         """`index` is what comes back with each update."""
+        self.absorb: Callable[[Update], object] | None = None
+        """If set, it is called with each update, of which only the last is kept then."""
         self.request_id = request_id
         self.index = index
         self.is_cancelled = False
         self.is_over = False
         self._core_ids: list[int] = []
         self._steps: deque[list[Update]] = deque()
+        self._choices_of_last_step: set[int] = set()
         self._wakes_at_end_only = wakes_at_end_only
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, update: Update) -> None:
-        """Keeps an update, with the others of its step, and wakes the reader."""
-        steps = self._steps
-        if steps and _is_of_same_step(steps[-1], update):
-            steps[-1].append(update)
+        """Takes an update, with the others of its step, and wakes the reader."""
+        if self.absorb is None:
+            self._keep(update)
         else:
-            steps.append([update])
+            self.absorb(update)
+            self._steps.clear()
+            self._steps.append([update])
         self.is_over |= update.is_last
         if self.is_over or not self._wakes_at_end_only:
             self.wake()
+
+    def _keep(self, update: Update) -> None:
+        steps, choices = self._steps, self._choices_of_last_step
+        # A step has one update for each choice; an end that no step brought has an earlier time.
+        if steps and steps[-1][-1].time_s == update.time_s and update.choice not in choices:
+            steps[-1].append(update)
+        else:
+            steps.append([update])
+            choices.clear()
+        choices.add(update.choice)
 
     def end(self) -> None:
         """Says that nothing will come any more, even if the last update has not."""
@@ -89,12 +103,6 @@ class Inbox:
         # `submit` keeps the id and then looks at the flag: one of the two cancels.
         for core_id in self._core_ids:
             scheduler.cancel(core_id)
-
-
-def _is_of_same_step(updates: list[Update], update: Update) -> bool:
-    # A step has one update for each choice; an end that no step brought has an earlier time.
-    is_same_time = updates[-1].time_s == update.time_s
-    return is_same_time and all(other.choice != update.choice for other in updates)
 
 
 class RequestIds:

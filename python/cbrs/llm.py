@@ -131,7 +131,7 @@ class LLM(BaseLLM):
 
         Raises:
             InvalidRequestError: an empty or too long text.
-            CbrsError: the step that computed it failed.
+            CbrsError: the step that computed it failed, or `pause("cancel")` ended it.
         """
         processor = self.engine.processor
         pairs, is_single = scoring.pairs(prompt, continuation)

@@ -7,6 +7,7 @@ it into the inboxes of the requests and wakes their readers.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from contextlib import suppress
@@ -31,6 +32,7 @@ class LoopPort:
         self.channel = OutputChannel()
         self._ids = ids
         self._inboxes: dict[int, Inbox] = {}
+        self._pid = os.getpid()
         self._loop = weakref.ref(loop)
         loop.add_reader(self.channel.fileno(), self._on_readable)
 
@@ -71,6 +73,9 @@ class LoopPort:
 
     def __del__(self) -> None:
         """Frees the ids of requests that ended with the loop."""
+        # In a forked child the lock of the ids may be held for ever.
+        if os.getpid() != self._pid:
+            return
         while self._inboxes:
             _, inbox = self._inboxes.popitem()
             self._ids.release(inbox)

@@ -71,6 +71,8 @@ class OutputStream:
         """Returns the next output; raises as `AsyncLLM.generate` says."""
         if self._is_over:
             raise StopAsyncIteration
+        if self._thread.is_foreign:
+            self._thread.check()  # raises, and says what a forked child can do
         if self._is_reading:
             raise RuntimeError("another task is waiting for the next output of this request")
         self._is_reading = True
@@ -92,11 +94,22 @@ class OutputStream:
     async def _start(self) -> OutputAssembler:
         inbox, ports = self._inbox, self._thread.ports
         self._loop = asyncio.get_running_loop()
-        prompt, submit = await self._prepare()
-        # From here on nothing is awaited until the request is submitted.
         self._thread.check()
-        port = ports.port(self._thread.check)
+        # The id is live while the prompt is prepared: `cancel` and `pause` find the request. What
+        # they end then is submitted all the same, and cancelled by `Inbox.submit`.
         ports.ids.claim(inbox)
+        prompt, submit = await self._prepare()
+        kind = self._params.output_kind
+        self._assembler = assembler = OutputAssembler(
+            inbox.request_id, prompt, self._params.n, self._texts, keeps_all=kind != "delta"
+        )
+        # What is read at the end only is put together at once: updates take more memory.
+        inbox.absorb = assembler.add if kind == "final_only" else None
+        # From here on nothing is awaited until the request is submitted.
+        if self._is_over:
+            raise StopAsyncIteration
+        port = ports.port(self._thread.check)
+        self._thread.check()
         port.add(inbox)
         try:
             submission = partial(submit, index=inbox.index, channel=port.channel)
@@ -104,8 +117,7 @@ class OutputStream:
         except BaseException:
             port.remove(inbox)
             raise
-        self._assembler = OutputAssembler(inbox.request_id, prompt, self._params.n, self._texts)
-        return self._assembler
+        return assembler
 
     async def _read(self, assembler: OutputAssembler) -> RequestOutput:
         inbox = self._inbox
@@ -118,7 +130,12 @@ class OutputStream:
         is_delta = self._params.output_kind == "delta"
         updates = inbox.take_step() if is_delta else inbox.take_all()
         self._check(updates)
-        return assembler.delta(updates) if is_delta else assembler.whole(updates)
+        if is_delta:
+            return assembler.delta(updates)
+        if inbox.absorb is None:
+            for update in updates:
+                assembler.add(update)
+        return assembler.whole(updates[-1])
 
     def _check(self, updates: list[Update]) -> None:
         """Raises if the engine or its channel ended, and the request only with it."""

@@ -37,8 +37,12 @@ class Score:
         """Reads the last tokens' log-probabilities from the result of a prompt with `PARAMS`.
 
         Raises:
-            CbrsError: the step that computed them failed.
+            CbrsError: the step that computed them failed, or the request was cancelled.
         """
+        if output.outputs[0].finish_reason == "cancelled":
+            raise CbrsError(
+                "the text was not scored: it was cancelled; score it again after `resume`"
+            )
         if output.error is not None or output.prompt_logprobs is None:
             raise CbrsError(f"the text could not be scored: {output.error}")
         token_ids = output.prompt_token_ids[-num_continuation_tokens:]

@@ -5,6 +5,7 @@ Nothing here runs on the step path, and log-probabilities are looked at only if 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 
 
 class Choice:
-    """Everything that one choice has produced so far."""
+    """What one choice has produced so far; of tokens and text only if `keeps_all`."""
 
     __slots__ = (
         "cumulative_logprob",
         "finish_reason",
         "index",
+        "keeps_all",
         "last_token_time_s",
         "latencies_s",
         "logprobs",
@@ -30,16 +32,17 @@ class Choice:
         "token_ids",
     )
 
-    def __init__(self, index: int) -> None:
-        """Starts with nothing."""
+    def __init__(self, index: int, keeps_all: bool) -> None:
+        """Starts with nothing; `whole` needs `keeps_all`."""
         self.index = index
+        self.keeps_all = keeps_all
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None
         self.cumulative_logprob: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.latencies_s: list[float] = []
+        self.latencies_s = array("d")
         self.last_token_time_s: float | None = None
 
     def add(self, update: Update, texts: TokenTexts) -> CompletionOutput:
@@ -48,8 +51,9 @@ class Choice:
         logprobs = None if update.logprobs is None else to_dicts(update.logprobs, texts)
         if logprobs is not None:
             self._add_logprobs(token_ids, logprobs)
-        self.text += update.text
-        self.token_ids += token_ids
+        if self.keeps_all:
+            self.text += update.text
+            self.token_ids += token_ids
         if update.finish_reason is not None:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
         self._add_times(len(token_ids), update.time_s)
@@ -76,7 +80,10 @@ class Choice:
         )
 
     def _add_logprobs(self, token_ids: list[int], logprobs: list[dict[int, Logprob]]) -> None:
-        self.logprobs = (self.logprobs or []) + logprobs
+        if self.keeps_all:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += logprobs
         new = (row[token].logprob for row, token in zip(logprobs, token_ids, strict=True))
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(new)
 
@@ -96,12 +103,17 @@ class OutputAssembler:
         prompt: str | None,
         num_choices: int,
         texts: TokenTexts,
+        *,
+        keeps_all: bool,
     ) -> None:
-        """Starts with nothing; `texts` gives the texts for log-probabilities."""
+        """Starts with nothing; `texts` gives the texts for log-probabilities.
+
+        `delta` is for `keeps_all` False, `add` and `whole` are for True.
+        """
         self._request_id = request_id
         self._prompt = prompt
         self._prompt_token_ids: list[int] = []
-        self._choices = [Choice(index) for index in range(num_choices)]
+        self._choices = [Choice(index, keeps_all) for index in range(num_choices)]
         self._first_token_time_s: float | None = None
         self._texts = texts
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -110,18 +122,17 @@ class OutputAssembler:
     def delta(self, updates: Sequence[Update]) -> RequestOutput:
         """Returns what the updates of one step bring: one or more, at most one per choice."""
         before = self._prompt_logprobs
-        completions = [self._add(update) for update in updates]
+        completions = [self.add(update) for update in updates]
         is_new = before is None and self._prompt_logprobs is not None
         return self._output(updates[-1], completions, self._prompt_logprobs if is_new else None)
 
-    def whole(self, updates: Sequence[Update]) -> RequestOutput:
-        """Takes updates in, one or more, and returns everything so far."""
-        for update in updates:
-            self._add(update)
+    def whole(self, last: Update) -> RequestOutput:
+        """Returns everything so far; `last` is the update that was added last."""
         completions = [choice.whole() for choice in self._choices]
-        return self._output(updates[-1], completions, self._prompt_logprobs)
+        return self._output(last, completions, self._prompt_logprobs)
 
-    def _add(self, update: Update) -> CompletionOutput:
+    def add(self, update: Update) -> CompletionOutput:
+        """Takes an update in and returns it as a delta."""
         if update.prompt_token_ids is not None:
             self._prompt_token_ids = update.prompt_token_ids.tolist()
         if update.prompt_logprobs is not None:

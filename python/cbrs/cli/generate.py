@@ -65,6 +65,8 @@ def add_parser(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     items = read_prompts(arguments.prompts, arguments.file, as_chat=arguments.chat)
     base = SamplingParams(**given(arguments, SamplingParams))
+    if not arguments.json:
+        _refuse_logprobs(base, items)
     from cbrs.llm import LLM
 
     with LLM(**given(arguments, EngineConfig, but="seed")) as llm:
@@ -89,6 +91,16 @@ def _run(arguments: argparse.Namespace) -> int:
     for output in failed:
         logger.error("a request failed: %s", output.error)
     return 1 if failed else 0
+
+
+def _refuse_logprobs(base: SamplingParams, items: list[PromptItem]) -> None:
+    """Refuses what only the JSON output shows."""
+    if base.logprobs is not None:
+        raise InputError("--logprobs needs --json")
+    for i, item in enumerate(items, start=1):
+        for name in ("logprobs", "prompt_logprobs"):
+            if item.sampling.get(name) is not None:
+                raise InputError(f"{name} of prompt {i} needs --json")
 
 
 def _to_token_ids(item: PromptItem, llm: LLM) -> list[int]:
