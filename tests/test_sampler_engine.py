@@ -40,13 +40,13 @@ def run(llm: Any, requests: list[dict[str, Any]]) -> list[Any]:
 
 
 def drain(engine: Any) -> dict[int, Any]:
-    """Step until every request has been handed over; return the results by index."""
+    """Step until every request has been handed over; return their only choices by index."""
     finished: dict[int, Any] = {}
     while True:
         is_idle = engine.step().num_seqs == 0
         is_done = engine.processor.num_live == 0
         results = engine.processor.wait_finished(0.01 if is_idle and not is_done else 0.0)
-        finished.update((result.index, result) for result in results)
+        finished.update((result.index, result.outputs[0]) for result in results)
         if is_done:
             return finished
 

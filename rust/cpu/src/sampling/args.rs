@@ -165,7 +165,7 @@ impl SampleArgs<'_> {
             Some(index) => Err(Error::Value { argument, index, value: f64::from(values[index]), expected }),
         };
         check("temperature", parameters.temperature, |value| value >= 0.0, "a number, 0 or more")?;
-        check("top_p", parameters.top_p, |value| value > 0.0, "a number above 0")?;
+        check("top_p", parameters.top_p, |value| value >= 0.0, "a number, 0 or more")?;
         check("min_p", parameters.min_p, |value| !value.is_nan(), "a number")
     }
 
