@@ -15,6 +15,13 @@ mod text;
 
 use pyo3::prelude::*;
 
+/// Makes the next passage of a point (see `cbrs_core::fault`) panic; for tests, absent from release builds.
+#[cfg(debug_assertions)]
+#[pyfunction]
+fn arm_panic(point: &str) {
+    cbrs_core::fault::arm(point);
+}
+
 /// Native module of cbrs; import it through the package.
 #[pymodule(gil_used = false)]
 mod _core {
@@ -43,16 +50,12 @@ mod _core {
 
     use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
-    /// Makes the next passage of a point (see `cbrs_core::fault`) panic; for tests, absent from release builds.
-    #[cfg(debug_assertions)]
-    #[pyo3::pyfunction]
-    fn _arm_panic(point: &str) {
-        cbrs_core::fault::arm(point);
-    }
-
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
+        // Not by `add`, which would make it a public name.
+        #[cfg(debug_assertions)]
+        pyo3::types::PyAnyMethods::setattr(&**module, "_arm_panic", pyo3::wrap_pyfunction!(super::arm_panic, module)?)?;
         module.add("InvalidRequestError", crate::errors::invalid_request_class(py)?)?;
         module.add("PromptTooLongError", crate::errors::prompt_too_long_class(py)?)?;
         module.add("StepError", crate::errors::step_error_class(py)?)?;
