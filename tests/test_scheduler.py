@@ -355,3 +355,23 @@ def test_block_tables_are_read_only_because_the_scheduler_reads_them_again():
     with pytest.raises(ValueError, match="read-only"):
         batch.block_tables[:] = -1
     assert batch.token_ids.flags.writeable, "torch.from_numpy takes the others without a warning"
+
+
+def test_every_attribute_of_a_batch_can_be_read_again_and_again():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_tokens=2, logprobs=1, prompt_logprobs=1)
+    batch = scheduler.step()
+    for owner in (batch, batch.outputs, batch.new_row_tables):
+        names = [name for name in dir(owner) if not name.startswith("_")]
+        for name in names:
+            first, second = getattr(owner, name), getattr(owner, name)
+            if isinstance(first, np.ndarray):
+                np.testing.assert_array_equal(first, second)
+
+
+def test_what_a_caller_writes_to_the_arrays_changes_no_check_of_the_result():
+    scheduler = make_scheduler()
+    scheduler.submit([1, 2, 3], max_tokens=2, logprobs=0)
+    scheduler.step().num_logprobs[:] = -1
+    with pytest.raises(StepError, match="logprobs has 0 entries, but step 1 needs 1"):
+        scheduler.step([5])

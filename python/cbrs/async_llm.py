@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from cbrs import scoring
-from cbrs.base import BaseLLM, PauseMode, check_pause_mode
-from cbrs.config import DEFAULT_MODEL, Dtype
+from cbrs.base import BaseLLM, PauseMode, check_pause_mode, submission
 from cbrs.engine_thread import EngineThread
 from cbrs.inbox import Inbox
 from cbrs.output_stream import OutputStream, Submission
@@ -48,25 +46,7 @@ class AsyncLLM(BaseLLM):
     but `aclose` raises `EngineClosedError`.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = DEFAULT_MODEL,
-        *,
-        dtype: Dtype = "auto",
-        device: str = "auto",
-        num_threads: int | None = None,
-        **engine_options: Any,
-    ) -> None:
-        """Loads `model` and allocates the KV pool; all options are fields of `EngineConfig`.
-
-        Raises:
-            ModelLoadError: names the file and what is wrong in it.
-            ValueError: an option is out of range (`InvalidRequestError` if the core says so).
-            TypeError: an option does not exist.
-        """
-        super().__init__(
-            model, dtype=dtype, device=device, num_threads=num_threads, **engine_options
-        )
+    def _begin(self) -> None:
         self._numbers = itertools.count()
         self._thread = EngineThread(super().engine)
         # Called when the last reference is dropped; the thread itself looks after the exit.
@@ -235,14 +215,11 @@ class AsyncLLM(BaseLLM):
         return OutputStream(self, self._thread, self._token_texts, prepare, params, inbox)
 
     async def _prepare(self, prompt: Prompt, params: SamplingParams | None) -> Submission:
-        processor = self.engine.processor
-        arguments = (params or SamplingParams()).to_submit_arguments()
-        if not isinstance(prompt, str):
-            return Submission(None, partial(processor.submit, prompt, **arguments))
-        if len(prompt) <= _MAX_INLINE_CHARS:
-            return Submission(prompt, partial(processor.submit_text, prompt, **arguments))
-        token_ids = await asyncio.to_thread(self.encode, prompt)
-        return Submission(prompt, partial(processor.submit, token_ids, **arguments))
+        processor, params = self.engine.processor, params or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None and len(text) > _MAX_INLINE_CHARS:
+            prompt = await asyncio.to_thread(self.encode, text)
+        return Submission(text, submission(processor, prompt, params))
 
     async def _prepare_chat(
         self,
@@ -254,8 +231,7 @@ class AsyncLLM(BaseLLM):
         check_conversation(messages)
         # A template may take as long as it likes.
         text, token_ids = await asyncio.to_thread(self._render, messages, add_generation_prompt)
-        arguments = (params or SamplingParams()).to_submit_arguments()
-        return Submission(text, partial(processor.submit, token_ids, **arguments))
+        return Submission(text, submission(processor, token_ids, params or SamplingParams()))
 
     async def _score(self, prompt: Prompt, continuation: Prompt) -> Score:
         token_ids, num_tokens = await asyncio.to_thread(self._scored_ids, prompt, continuation)

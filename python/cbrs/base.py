@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 # Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. While anything else
@@ -19,13 +20,14 @@ except ModuleNotFoundError as error:
 
 from cbrs.assembly import build_engine
 from cbrs.config import DEFAULT_MODEL, Dtype, EffectiveConfig, EngineConfig
-from cbrs.errors import EngineClosedError, InvalidRequestError
+from cbrs.errors import InvalidRequestError, closed_error, forked_error
 from cbrs.logprobs import TokenTexts
 from cbrs.requests import Conversation, Prompt
 
 if TYPE_CHECKING:
-    from cbrs._core import Tokenizer
+    from cbrs._core import OutputProcessor, Tokenizer
     from cbrs.engine import Engine
+    from cbrs.sampling_params import SamplingParams
 
 
 PauseMode = Literal["wait", "cancel"]
@@ -65,6 +67,11 @@ class BaseLLM:
         engine, self._tokenizer = build_engine(config)
         self._engine: Engine | None = engine
         self._token_texts = TokenTexts(self._tokenizer)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes what runs the engine."""
+        raise NotImplementedError
 
     @property
     def is_closed(self) -> bool:
@@ -76,12 +83,9 @@ class BaseLLM:
         """The engine, for tests and tools; nothing else may step it while requests run."""
         engine = self._engine
         if engine is None:
-            raise closed_error(self)
+            raise closed_error(type(self).__name__)
         if self._is_foreign:
-            raise EngineClosedError(
-                f"this {type(self).__name__} belongs to process {self._pid} and cannot be used in "
-                f"its forked child {os.getpid()}; create a new one here"
-            )
+            raise forked_error(type(self).__name__, self._pid)
         return engine
 
     @property
@@ -145,9 +149,14 @@ class BaseLLM:
         return list(prompt)
 
 
-def closed_error(llm: BaseLLM) -> EngineClosedError:
-    """Returns what use after `close` raises."""
-    return EngineClosedError(f"this {type(llm).__name__} is closed; create a new one")
+def submission(
+    processor: OutputProcessor, prompt: Prompt, params: SamplingParams
+) -> Callable[..., int]:
+    """Returns what submits `prompt`; it takes the keyword `index` (and `channel`)."""
+    arguments = params.to_submit_arguments()
+    if isinstance(prompt, str):
+        return partial(processor.submit_text, prompt, **arguments)
+    return partial(processor.submit, prompt, **arguments)
 
 
 def check_pause_mode(mode: str) -> None:

@@ -11,7 +11,13 @@ import weakref
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from cbrs.errors import CbrsError, EngineClosedError, EngineDeadError
+from cbrs.errors import (
+    CbrsError,
+    EngineClosedError,
+    EngineDeadError,
+    closed_error,
+    forked_error,
+)
 from cbrs.loop_ports import LoopPorts
 
 if TYPE_CHECKING:
@@ -63,12 +69,9 @@ class EngineThread:
             error.__cause__ = death
             return error
         if self._is_stopping:
-            return EngineClosedError("this AsyncLLM is closed; create a new one")
+            return closed_error("AsyncLLM")
         if self.is_foreign:
-            return EngineClosedError(
-                f"this AsyncLLM belongs to process {self._pid} and cannot be used in its forked "
-                f"child {os.getpid()}; create a new one here"
-            )
+            return forked_error("AsyncLLM", self._pid)
         return None
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@
 `OverloadedError` has `retry_after_s`, `ModelLoadError` has `file` and `field`.
 """
 
+import os
 from typing import TypeVar
 
 from cbrs._core import (
@@ -36,6 +37,19 @@ Refusal = TypeVar("Refusal", bound=Exception)
 def is_failure(error: BaseException) -> bool:
     """Tells failures, panics of the native code included, from demands to stop such as a Ctrl-C."""
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def closed_error(name: str) -> EngineClosedError:
+    """Returns what use of a `name` after `close` raises."""
+    return EngineClosedError(f"this {name} is closed; create a new one")
+
+
+def forked_error(name: str, pid: int) -> EngineClosedError:
+    """Returns what use of a `name` of process `pid` in a forked child raises."""
+    return EngineClosedError(
+        f"this {name} belongs to process {pid} and cannot be used in its forked child "
+        f"{os.getpid()}; create a new one here"
+    )
 
 
 def placed(error: Refusal, place: str) -> Refusal:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from cbrs import scoring
-from cbrs.base import BaseLLM, PauseMode, check_pause_mode, closed_error
-from cbrs.config import DEFAULT_MODEL, Dtype
+from cbrs.base import BaseLLM, PauseMode, check_pause_mode, submission
 from cbrs.driver import Call, Driver
-from cbrs.errors import InvalidRequestError, placed
+from cbrs.errors import InvalidRequestError, closed_error, placed
 from cbrs.outputs import RequestOutput
 from cbrs.progress import progress_bar
 from cbrs.requests import Conversation, Prompt, as_conversations, as_prompts, params_for
@@ -20,8 +17,6 @@ from cbrs.scoring import Score
 
 if TYPE_CHECKING:
     import types
-
-    from cbrs._core import OutputProcessor
 
 
 class LLM(BaseLLM):
@@ -38,25 +33,7 @@ class LLM(BaseLLM):
     `fork`, every method but `close` raises `EngineClosedError`.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = DEFAULT_MODEL,
-        *,
-        dtype: Dtype = "auto",
-        device: str = "auto",
-        num_threads: int | None = None,
-        **engine_options: Any,
-    ) -> None:
-        """Loads `model` and allocates the KV pool; all options are fields of `EngineConfig`.
-
-        Raises:
-            ModelLoadError: names the file and what is wrong in it.
-            ValueError: an option is out of range (`InvalidRequestError` if the core says so).
-            TypeError: an option does not exist.
-        """
-        super().__init__(
-            model, dtype=dtype, device=device, num_threads=num_threads, **engine_options
-        )
+    def _begin(self) -> None:
         self._driver: Driver | None = Driver(self.engine)
 
     def generate(
@@ -80,7 +57,7 @@ class LLM(BaseLLM):
         processor = self.engine.processor
         items, _ = as_prompts(prompts, "prompts")
         submissions = [
-            _submission(processor, prompt, params)
+            submission(processor, prompt, params)
             for prompt, params in zip(items, params_for(items, sampling_params), strict=True)
         ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in items]
@@ -108,7 +85,7 @@ class LLM(BaseLLM):
                 text, token_ids = self._render(conversation, add_generation_prompt)
             except InvalidRequestError as error:
                 raise placed(error, f"messages[{i}]") from None
-            submissions.append(_submission(processor, token_ids, params))
+            submissions.append(submission(processor, token_ids, params))
             texts.append(text)
         return self._run(submissions, texts, use_tqdm)
 
@@ -136,7 +113,7 @@ class LLM(BaseLLM):
         processor = self.engine.processor
         pairs, is_single = scoring.pairs(prompt, continuation)
         joined = [self._scored_ids(*pair) for pair in pairs]
-        submissions = [_submission(processor, ids, scoring.PARAMS) for ids, _ in joined]
+        submissions = [submission(processor, ids, scoring.PARAMS) for ids, _ in joined]
         outputs = self._run(submissions, [None] * len(joined), False)
         scores = [
             Score.from_output(output, num_tokens)
@@ -189,7 +166,7 @@ class LLM(BaseLLM):
         driver = self._driver if self.engine else None
         # None if another thread closes it in this moment.
         if driver is None:
-            raise closed_error(self)
+            raise closed_error(type(self).__name__)
         return driver
 
     def _run(
@@ -206,12 +183,3 @@ class LLM(BaseLLM):
             RequestOutput.from_finished(call.finished[i], prompt, texts)
             for i, prompt in enumerate(prompts)
         ]
-
-
-def _submission(
-    processor: OutputProcessor, prompt: Prompt, params: SamplingParams
-) -> Callable[..., int]:
-    arguments = params.to_submit_arguments()
-    if isinstance(prompt, str):
-        return partial(processor.submit_text, prompt, **arguments)
-    return partial(processor.submit, prompt, **arguments)

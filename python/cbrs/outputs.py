@@ -49,6 +49,28 @@ class RequestMetrics:
     inter_token_latencies_s: list[float] = field(default_factory=list)
     """From each token of a choice to its next, one choice after the other; empty before the end."""
 
+    @classmethod
+    def from_times(
+        cls,
+        arrival_s: float,
+        first_scheduled_s: float | None,
+        first_token_s: float | None,
+        last_s: float,
+        inter_token_latencies_s: list[float],
+    ) -> RequestMetrics:
+        """Builds them from points in time on the scheduler's clock."""
+
+        def since_arrival(time_s: float | None) -> float | None:
+            return None if time_s is None else time_s - arrival_s
+
+        return cls(
+            arrival_time_s=arrival_s,
+            queue_time_s=since_arrival(first_scheduled_s),
+            time_to_first_token_s=since_arrival(first_token_s),
+            total_time_s=last_s - arrival_s,
+            inter_token_latencies_s=inter_token_latencies_s,
+        )
+
     @property
     def mean_inter_token_latency_s(self) -> float | None:
         """Mean of `inter_token_latencies_s`; None if there are none."""
@@ -116,18 +138,13 @@ def _completion(choice: FinishedChoice, texts: TokenTexts) -> CompletionOutput:
 
 
 def _metrics(finished: FinishedRequest) -> RequestMetrics:
-    arrival = finished.arrival_time_s
-
-    def since_arrival(time_s: float | None) -> float | None:
-        return None if time_s is None else time_s - arrival
-
     latencies: list[float] = []
     for choice in finished.outputs:
         latencies += choice.inter_token_latencies_s.tolist()
-    return RequestMetrics(
-        arrival_time_s=arrival,
-        queue_time_s=since_arrival(finished.first_scheduled_time_s),
-        time_to_first_token_s=since_arrival(finished.first_token_time_s),
-        total_time_s=finished.finished_time_s - arrival,
-        inter_token_latencies_s=latencies,
+    return RequestMetrics.from_times(
+        finished.arrival_time_s,
+        finished.first_scheduled_time_s,
+        finished.first_token_time_s,
+        finished.finished_time_s,
+        latencies,
     )

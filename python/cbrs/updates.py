@@ -161,19 +161,14 @@ class OutputAssembler:
         )
 
     def _metrics(self, last: Update) -> RequestMetrics:
-        arrival = last.arrival_time_s
-
-        def since_arrival(time_s: float | None) -> float | None:
-            return None if time_s is None else time_s - arrival
-
         latencies: list[float] = []
         if last.is_last:
             for choice in self._choices:
                 latencies += choice.latencies_s
-        return RequestMetrics(
-            arrival_time_s=arrival,
-            queue_time_s=since_arrival(last.first_scheduled_time_s),
-            time_to_first_token_s=since_arrival(self._first_token_time_s),
-            total_time_s=last.time_s - arrival,
-            inter_token_latencies_s=latencies,
+        return RequestMetrics.from_times(
+            last.arrival_time_s,
+            last.first_scheduled_time_s,
+            self._first_token_time_s,
+            last.time_s,
+            latencies,
         )

@@ -3,7 +3,7 @@
 //! A view's base object is the scheduler, so the memory lives as long as the view; the scheduler never reallocates what is
 //! lent this way. A view kept longer than its batch shows stale data, never freed memory. Reading one while another thread is
 //! in `step` may show a mix of old and new numbers; nothing but plain numbers is ever lent. What the scheduler itself reads
-//! again (the block tables, the numbers of log-probabilities) is lent read-only.
+//! again (the block tables) is lent read-only.
 
 use cbrs_core::Error;
 use numpy::ndarray::{ArrayView1, ArrayView2};
@@ -11,9 +11,11 @@ use numpy::{Element, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyList;
 
 use crate::errors::to_py;
+use crate::scheduler::Scheduler;
 
 /// Address and length of one lent array.
 pub(crate) struct Lent<T> {
@@ -53,6 +55,23 @@ impl<T: Element> Lent<T> {
         };
         view.readwrite().make_nonwriteable();
         view
+    }
+}
+
+/// A lent array and the view of it, once somebody asked.
+pub(crate) struct Array<T> {
+    lent: Lent<T>,
+    view: PyOnceLock<Py<PyArray1<T>>>,
+}
+
+impl<T: numpy::Element> Array<T> {
+    pub(crate) fn new(array: &[T]) -> Self {
+        Self { lent: Lent::new(array), view: PyOnceLock::new() }
+    }
+
+    pub(crate) fn get(&self, py: Python<'_>, owner: &Py<Scheduler>) -> Py<PyArray1<T>> {
+        let make = || self.lent.view(owner.bind(py).clone().into_any()).unbind();
+        self.view.get_or_init(py, make).clone_ref(py)
     }
 }
 

@@ -11,6 +11,8 @@ mod logprobs;
 mod parameters;
 mod row_tables;
 mod scheduler;
+mod step_output;
+mod step_result;
 mod text;
 
 use pyo3::prelude::*;
@@ -26,7 +28,7 @@ fn arm_panic(point: &str) {
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
-    use crate::batch::{Batch, StepOutput, StepResult};
+    use crate::batch::Batch;
     #[pymodule_export]
     use crate::config::SchedulerConfig;
     #[pymodule_export]
@@ -43,6 +45,10 @@ mod _core {
     use crate::row_tables::NewRowTables;
     #[pymodule_export]
     use crate::scheduler::Scheduler;
+    #[pymodule_export]
+    use crate::step_output::StepOutput;
+    #[pymodule_export]
+    use crate::step_result::StepResult;
     #[pymodule_export]
     use crate::text::{
         FinishedChoice, FinishedRequest, IncrementalDetokenizer, OutputChannel, OutputProcessor, Tokenizer, Update,

@@ -15,53 +15,13 @@ use crate::errors::to_py;
 const LATER: [&str; 6] =
     ["priority", "ttft_deadline_ms", "deadline_ms", "target_itl_ms", "cache_key_extra", "draft_token_ids"];
 
-/// What concerns the text of a request and is no business of the scheduler.
-#[derive(Debug)]
-pub(crate) struct TextParameters {
-    /// Strings that end the output.
-    pub(crate) stop: Vec<String>,
-    /// Leave the stop string in the text.
-    pub(crate) include_stop_str_in_output: bool,
-    /// Strings that must not be generated.
-    pub(crate) bad_words: Vec<String>,
-    /// Leave special tokens out of the text.
-    pub(crate) skip_special_tokens: bool,
-    /// Make text at all.
-    pub(crate) detokenize: bool,
-}
-
-impl TextParameters {
-    /// Checks and prepares them.
-    pub(crate) fn into_spec(self) -> PyResult<TextSpec> {
-        Ok(TextSpec {
-            stops: StopStrings::new(&self.stop).map_err(|error| to_py(&error))?,
-            include_stop_str_in_output: self.include_stop_str_in_output,
-            bad_words: self.bad_words,
-            skip_special_tokens: self.skip_special_tokens,
-            detokenize: self.detokenize,
-        })
-    }
-}
-
-impl Default for TextParameters {
-    fn default() -> Self {
-        Self {
-            stop: Vec::new(),
-            include_stop_str_in_output: false,
-            bad_words: Vec::new(),
-            skip_special_tokens: true,
-            detokenize: true,
-        }
-    }
-}
-
 /// Everything that a request says besides its prompt.
 #[derive(Debug, Default)]
 pub(crate) struct Parameters {
     /// Without the prompt.
     pub(crate) spec: RequestSpec,
-    /// Absent as long as no such parameter was given.
-    pub(crate) text: Option<TextParameters>,
+    /// What concerns the text, which a scheduler never sees.
+    pub(crate) text: TextSpec,
 }
 
 impl Parameters {
@@ -86,9 +46,9 @@ impl Parameters {
 
     /// Refuses what only a request with text can have.
     pub(crate) fn without_text(self) -> PyResult<RequestSpec> {
-        let Some(text) = self.text else { return Ok(self.spec) };
+        let text = &self.text;
         let given = [
-            ("stop", !text.stop.is_empty()),
+            ("stop", !text.stops.is_empty()),
             ("bad_words", !text.bad_words.is_empty()),
             ("include_stop_str_in_output", text.include_stop_str_in_output),
             ("skip_special_tokens", !text.skip_special_tokens),
@@ -155,19 +115,16 @@ impl Parameters {
 
     /// Parameters about the text.
     fn set_text(&mut self, name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let text = &mut self.text;
         match name {
-            "stop" => self.text().stop = strings(value)?,
-            "bad_words" => self.text().bad_words = strings(value)?,
-            "include_stop_str_in_output" => self.text().include_stop_str_in_output = value.extract()?,
-            "skip_special_tokens" => self.text().skip_special_tokens = value.extract()?,
-            "detokenize" => self.text().detokenize = value.extract()?,
+            "stop" => text.stops = StopStrings::new(&strings(value)?).map_err(|error| to_py(&error))?,
+            "bad_words" => text.bad_words = strings(value)?,
+            "include_stop_str_in_output" => text.include_stop_str_in_output = value.extract()?,
+            "skip_special_tokens" => text.skip_special_tokens = value.extract()?,
+            "detokenize" => text.detokenize = value.extract()?,
             _ => return Ok(false),
         }
         Ok(true)
-    }
-
-    fn text(&mut self) -> &mut TextParameters {
-        self.text.get_or_insert_default()
     }
 }
 

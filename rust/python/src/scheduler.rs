@@ -14,10 +14,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
 use crate::arrays::{integer, token_ids};
-use crate::batch::{Batch, StepResult};
+use crate::batch::Batch;
 use crate::config::SchedulerConfig;
 use crate::errors::{EngineDeadError, step_error, to_py};
 use crate::parameters::{Parameters, positive_max_tokens};
+use crate::step_result::StepResult;
 
 /// Steps estimated above this many elementary operations (about 100 microseconds) run without the GIL.
 const MAX_WORK_WITH_GIL: usize = 4096;

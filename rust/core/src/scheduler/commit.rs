@@ -61,17 +61,13 @@ impl Scheduler {
             (None, Some(_)) => Err(Error::ResultLength { field, step_id, expected: num_rows, got: 0 }),
             (None, None) => Ok(()),
         };
-        let wanted = || self.planned().filter(|planned| planned.is_sampled).map(|planned| self.num_logprobs(planned));
+        let wanted =
+            || self.planned().filter(|planned| planned.is_sampled).map(|planned| i32::from(planned.num_logprobs));
         let most = if self.in_flight && batch.has_sampling_extras { wanted().max() } else { None };
         check("logprobs", result.logprobs, batch.num_samples(), most.filter(|&most| most >= 0))?;
         let wanted = if self.in_flight { self.prompt_logits } else { PromptLogits::default() };
         let most = (wanted.num_rows > 0).then_some(wanted.most_logprobs as i32);
         check("prompt_logprobs", result.prompt_logprobs, wanted.num_rows, most)
-    }
-
-    /// Most likely ids that a planned sequence's request wants with its tokens; -1 = nothing.
-    fn num_logprobs(&self, planned: &Planned) -> i32 {
-        self.rows.sampling.num_logprobs[planned.row as usize]
     }
 
     fn planned(&self) -> impl Iterator<Item = &Planned> {
@@ -147,11 +143,10 @@ impl Scheduler {
             self.fork(planned.row);
         }
         if let Some(sample) = sample {
-            let num_logprobs = self.num_logprobs(&planned);
-            if let Some(matrix) = result.logprobs.as_ref().filter(|_| num_logprobs >= 0) {
+            if let (0.., Some(matrix)) = (planned.num_logprobs, &result.logprobs) {
                 // The next event is that of this token.
                 self.output.logprob_events.push(self.output.len() as i32);
-                self.output.logprobs.push_from(matrix, sample.index, num_logprobs as usize);
+                self.output.logprobs.push_from(matrix, sample.index, planned.num_logprobs as usize);
             }
             self.append_token(planned.row, sample.token);
         }

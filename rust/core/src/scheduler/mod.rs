@@ -95,6 +95,8 @@ struct Planned {
     num_tokens: u32,
     /// Rows of logits for prompt log-probabilities.
     num_prompt_logits: u16,
+    /// Most likely ids that its request wants with its sample; -1 = nothing.
+    num_logprobs: i8,
     /// Whether the batch has a sample for it: all known tokens are computed then.
     is_sampled: bool,
 }

@@ -91,7 +91,10 @@ impl Scheduler {
         let state = self.rows.get_mut(row);
         state.is_planned = true;
         let is_sampled = num_tokens == num_remaining;
-        let planned = Planned { order: state.order, row, num_tokens: num_tokens as u32, num_prompt_logits, is_sampled };
+        let (order, sequence) = (state.order, state.sequence);
+        let num_logprobs = self.num_logprobs(row, sequence);
+        let planned =
+            Planned { order, row, num_tokens: num_tokens as u32, num_prompt_logits, num_logprobs, is_sampled };
         self.note_filling(planned);
         if num_tokens == 1 {
             self.decodes.push(planned);
@@ -99,6 +102,15 @@ impl Scheduler {
             self.chunks.push(planned);
         }
         num_tokens
+    }
+
+    /// Most likely ids that a sequence's request wants with each sample; -1 = nothing. Few rows have more to look up than one number.
+    fn num_logprobs(&self, row: u32, sequence: u32) -> i8 {
+        if self.rows.sampling.extras_below[row as usize] < u32::MAX {
+            return -1;
+        }
+        let request = self.request(self.sequences[sequence].request.slot());
+        request.sampling.logprobs.map_or(-1, |count| count as i8)
     }
 
     /// Writes the arrays of the planned batch, sequences with one query token first.

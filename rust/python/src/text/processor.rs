@@ -2,8 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use cbrs_core::RequestSpec;
-use cbrs_text::{Recipient, TextSpec};
+use cbrs_text::Recipient;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -49,7 +48,7 @@ impl OutputProcessor {
         channel: Option<&Bound<'_, OutputChannel>>,
         parameters: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<u64> {
-        let (mut spec, text) = read_parameters("submit", parameters)?;
+        let Parameters { mut spec, text } = Parameters::read("submit", parameters)?;
         spec.prompt_token_ids = token_ids(prompt_token_ids, "prompt_token_ids")?;
         let recipient = recipient(index, channel);
         let now_ns = self.scheduler.get().now_ns();
@@ -69,7 +68,7 @@ impl OutputProcessor {
         channel: Option<&Bound<'_, OutputChannel>>,
         parameters: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<u64> {
-        let (spec, text) = read_parameters("submit_text", parameters)?;
+        let Parameters { spec, text } = Parameters::read("submit_text", parameters)?;
         let now_ns = self.scheduler.get().now_ns();
         let recipient = recipient(index, channel);
         py.detach(|| self.inner.submit_text(prompt, spec, &text, recipient, now_ns))
@@ -119,9 +118,4 @@ fn recipient<'a>(index: u64, channel: Option<&'a Bound<'_, OutputChannel>>) -> R
 
 fn wrap(py: Python<'_>, finished: Vec<cbrs_text::FinishedRequest>) -> PyResult<Vec<FinishedRequest>> {
     finished.into_iter().map(|request| FinishedRequest::new(py, request)).collect()
-}
-
-fn read_parameters(function: &str, parameters: Option<&Bound<'_, PyDict>>) -> PyResult<(RequestSpec, TextSpec)> {
-    let Parameters { spec, text } = Parameters::read(function, parameters)?;
-    Ok((spec, text.unwrap_or_default().into_spec()?))
 }
