@@ -7,12 +7,22 @@
 //!    holds its parent too, so a child always stands before its parent on the list: no published child outlives its parent.
 //! 4. Evicting a block unpublishes it in the same operation; a held block is never evicted.
 //!
-//! Lists are linked by index inside two arrays; every operation is O(1) (publishing compares one block's tokens).
+//! Free blocks are a stack; the eviction list is linked by index. Every operation is O(1) (publishing compares one block's tokens).
+//!
+//! Memory per block: holders 4, links 8, place on the stack 4, besides what the prefix cache has (`prefix.rs`).
 
 use super::prefix::{Parent, PrefixCache, Published};
 use super::roots::RootTable;
 use super::{BlockId, NONE};
 use crate::error::{Error, Result};
+
+/// Who holds a block, and its neighbours on the eviction list while it is cached.
+#[derive(Debug, Clone, Copy)]
+struct Hold {
+    ref_count: u32,
+    prev: u32,
+    next: u32,
+}
 
 /// The pool of KV blocks with its prefix cache.
 ///
@@ -26,15 +36,12 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug)]
 pub struct BlockPool {
-    ref_counts: Vec<u32>,
-    /// Links of the free list (`next` only) and the eviction list.
-    next: Vec<u32>,
-    prev: Vec<u32>,
-    free_head: u32,
+    holds: Vec<Hold>,
+    /// Free blocks, the one to be given out next at the end: an allocation waits for no memory but the stack's.
+    free: Vec<BlockId>,
     /// Least recently released, evicted first.
     lru_head: u32,
     lru_tail: u32,
-    num_free: usize,
     num_cached: usize,
     num_evictions: u64,
     cache: PrefixCache,
@@ -45,13 +52,10 @@ impl BlockPool {
     /// A pool of `num_blocks` free blocks of `block_size` tokens.
     pub fn new(num_blocks: usize, block_size: usize) -> Self {
         Self {
-            ref_counts: vec![0; num_blocks],
-            next: (1..=num_blocks as u32).map(|next| if next as usize == num_blocks { NONE } else { next }).collect(),
-            prev: vec![NONE; num_blocks],
-            free_head: if num_blocks == 0 { NONE } else { 0 },
+            holds: vec![Hold { ref_count: 0, prev: NONE, next: NONE }; num_blocks],
+            free: (0..num_blocks as u32).rev().map(BlockId).collect(),
             lru_head: NONE,
             lru_tail: NONE,
-            num_free: num_blocks,
             num_cached: 0,
             num_evictions: 0,
             cache: PrefixCache::new(num_blocks, block_size),
@@ -61,12 +65,12 @@ impl BlockPool {
 
     /// Blocks in the pool.
     pub fn num_blocks(&self) -> usize {
-        self.ref_counts.len()
+        self.holds.len()
     }
 
     /// Unheld blocks without content.
     pub fn num_free(&self) -> usize {
-        self.num_free
+        self.free.len()
     }
 
     /// Unheld published blocks.
@@ -76,12 +80,12 @@ impl BlockPool {
 
     /// Held blocks.
     pub fn num_used(&self) -> usize {
-        self.num_blocks() - self.num_free - self.num_cached
+        self.num_blocks() - self.num_free() - self.num_cached
     }
 
     /// Blocks that can be allocated now: free ones and, by eviction, cached ones.
     pub fn num_available(&self) -> usize {
-        self.num_free + self.num_cached
+        self.num_free() + self.num_cached
     }
 
     /// Published blocks that were reused for other content so far.
@@ -91,30 +95,30 @@ impl BlockPool {
 
     /// Holders of a block.
     pub fn ref_count(&self, block: BlockId) -> u32 {
-        self.ref_counts[block.index()]
+        self.holds[block.index()].ref_count
     }
 
     /// Takes a free block, or evicts the least recently released cached one. `None` if every block is held.
     pub fn allocate(&mut self) -> Option<BlockId> {
-        let block = if self.free_head == NONE {
-            let block = BlockId((self.lru_head != NONE).then_some(self.lru_head)?);
-            self.lru_remove(block);
-            self.unpublish(block);
-            self.num_evictions += 1;
-            block
-        } else {
-            let block = BlockId(self.free_head);
-            self.free_head = self.next[block.index()];
-            self.num_free -= 1;
-            block
+        let block = match self.free.pop() {
+            Some(block) => block,
+            None => self.evict()?,
         };
-        self.ref_counts[block.index()] = 1;
+        self.holds[block.index()].ref_count = 1;
+        Some(block)
+    }
+
+    fn evict(&mut self) -> Option<BlockId> {
+        let block = BlockId((self.lru_head != NONE).then_some(self.lru_head)?);
+        self.lru_remove(block);
+        self.unpublish(block);
+        self.num_evictions += 1;
         Some(block)
     }
 
     /// Adds a holder to a published or held block.
     pub fn acquire(&mut self, block: BlockId) {
-        let count = &mut self.ref_counts[block.index()];
+        let count = &mut self.holds[block.index()].ref_count;
         *count += 1;
         if *count == 1 {
             assert!(self.cache.is_published(block), "an unheld block that can be acquired is published");
@@ -127,14 +131,14 @@ impl BlockPool {
     /// # Errors
     /// `BlockNotHeld` if nobody holds it (or it is not of this pool); nothing changes then.
     pub fn release(&mut self, block: BlockId) -> Result<()> {
-        let count = self.ref_counts.get_mut(block.index()).filter(|count| **count > 0);
-        let count = count.ok_or(Error::BlockNotHeld { block: block.0 })?;
-        *count -= 1;
-        if *count == 0 {
+        let hold = self.holds.get_mut(block.index()).filter(|hold| hold.ref_count > 0);
+        let hold = hold.ok_or(Error::BlockNotHeld { block: block.0 })?;
+        hold.ref_count -= 1;
+        if hold.ref_count == 0 {
             if self.cache.is_published(block) {
                 self.lru_push(block);
             } else {
-                self.free_push(block);
+                self.free.push(block);
             }
         }
         Ok(())
@@ -150,12 +154,18 @@ impl BlockPool {
         if let Some(existing) = self.cache.find(parent, hash, tokens) {
             return Published::Duplicate(existing);
         }
-        debug_assert!(self.ref_counts[block.index()] > 0, "only a held block is published");
+        debug_assert!(self.ref_count(block) > 0, "only a held block is published");
         if let Parent::Root(root) = parent {
             self.roots.acquire(root);
         }
         self.cache.insert(block, parent, hash, tokens);
         Published::Yes
+    }
+
+    /// Keeps the tokens of a held block that its holders have filled but that must not be published.
+    pub fn store(&mut self, block: BlockId, tokens: &[i32]) {
+        debug_assert!(self.ref_count(block) > 0, "only a held block is filled");
+        self.cache.store(block, tokens);
     }
 
     /// Whether a block can be found by others.
@@ -168,7 +178,12 @@ impl BlockPool {
         self.cache.parent(block)
     }
 
-    /// Tokens of a published block.
+    /// Hash of a published block.
+    pub fn hash(&self, block: BlockId) -> u64 {
+        self.cache.hash(block)
+    }
+
+    /// Tokens of a block that was published or stored, as long as it is held or cached.
     pub fn tokens(&self, block: BlockId) -> &[i32] {
         self.cache.tokens(block)
     }
@@ -179,9 +194,9 @@ impl BlockPool {
             let block = BlockId(index);
             if self.cache.is_published(block) {
                 self.unpublish(block);
-                if self.ref_counts[block.index()] == 0 {
+                if self.ref_count(block) == 0 {
                     self.lru_remove(block);
-                    self.free_push(block);
+                    self.free.push(block);
                 }
             }
         }
@@ -197,48 +212,37 @@ impl BlockPool {
         }
     }
 
-    fn free_push(&mut self, block: BlockId) {
-        self.next[block.index()] = self.free_head;
-        self.free_head = block.0;
-        self.num_free += 1;
-    }
-
     fn lru_push(&mut self, block: BlockId) {
-        let index = block.index();
-        self.prev[index] = self.lru_tail;
-        self.next[index] = NONE;
-        match self.lru_tail {
+        let tail = std::mem::replace(&mut self.lru_tail, block.0);
+        let hold = &mut self.holds[block.index()];
+        (hold.prev, hold.next) = (tail, NONE);
+        match tail {
             NONE => self.lru_head = block.0,
-            tail => self.next[tail as usize] = block.0,
+            tail => self.holds[tail as usize].next = block.0,
         }
-        self.lru_tail = block.0;
         self.num_cached += 1;
     }
 
     fn lru_remove(&mut self, block: BlockId) {
-        let (prev, next) = (self.prev[block.index()], self.next[block.index()]);
+        let Hold { prev, next, .. } = self.holds[block.index()];
         match prev {
             NONE => self.lru_head = next,
-            prev => self.next[prev as usize] = next,
+            prev => self.holds[prev as usize].next = next,
         }
         match next {
             NONE => self.lru_tail = prev,
-            next => self.prev[next as usize] = prev,
+            next => self.holds[next as usize].prev = prev,
         }
         self.num_cached -= 1;
     }
 
-    fn list(&self, head: u32) -> impl Iterator<Item = BlockId> + '_ {
-        std::iter::successors((head != NONE).then_some(head), |&at| {
-            let next = self.next[at as usize];
+    /// Cached blocks in the order in which they would be evicted.
+    pub fn eviction_order(&self) -> impl Iterator<Item = BlockId> + '_ {
+        std::iter::successors((self.lru_head != NONE).then_some(self.lru_head), |&at| {
+            let next = self.holds[at as usize].next;
             (next != NONE).then_some(next)
         })
         .map(BlockId)
-    }
-
-    /// Cached blocks in the order in which they would be evicted.
-    pub fn eviction_order(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.list(self.lru_head)
     }
 
     /// Panics with what is wrong if an invariant of this module does not hold. `O(num_blocks)`.
@@ -246,25 +250,23 @@ impl BlockPool {
     /// `live_root_refs` counts the live requests of each root.
     pub(crate) fn check_invariants(&self, live_root_refs: &std::collections::BTreeMap<u32, u32>) {
         let mut place = vec![0u8; self.num_blocks()];
-        for block in self.list(self.free_head) {
-            assert_eq!(self.ref_counts[block.index()], 0, "free {block:?} has holders");
+        for &block in &self.free {
+            assert_eq!(self.ref_count(block), 0, "free {block:?} has holders");
             assert!(!self.cache.is_published(block), "free {block:?} is published");
             assert_eq!(place[block.index()], 0, "{block:?} stands twice on the free list");
             place[block.index()] = 1;
         }
         let mut position = vec![usize::MAX; self.num_blocks()];
         for (index, block) in self.eviction_order().enumerate() {
-            assert_eq!(self.ref_counts[block.index()], 0, "cached {block:?} has holders");
+            assert_eq!(self.ref_count(block), 0, "cached {block:?} has holders");
             assert!(self.cache.is_published(block), "cached {block:?} is not published");
             assert_eq!(place[block.index()], 0, "{block:?} stands on two lists");
             place[block.index()] = 2;
             position[block.index()] = index;
         }
-        let num_on_free_list = self.list(self.free_head).count();
-        assert_eq!(num_on_free_list, self.num_free, "free blocks are miscounted");
         assert_eq!(self.eviction_order().count(), self.num_cached, "cached blocks are miscounted");
         for (index, &kind) in place.iter().enumerate() {
-            assert_eq!(kind == 0, self.ref_counts[index] > 0, "block {index} is neither free nor cached nor held");
+            assert_eq!(kind == 0, self.holds[index].ref_count > 0, "block {index} is neither free nor cached nor held");
         }
         self.check_published(&position, live_root_refs);
     }

@@ -5,7 +5,9 @@
 //! 2. A hit compares parent and tokens: the hash only says where to look. So equal hashes give a verified hit or a miss.
 //! 3. A published block's tokens are never written; unpublishing and unlinking are one operation.
 //!
-//! Memory per block: hash 8, parent 4, link 4, about 6 of bucket heads, and 4 per token.
+//! 4. The tokens of a full block are stored even while it is not published: they are the only copy of what its holders have computed.
+//!
+//! Memory per block: hash 8, parent 4, link 4 (together, since a look-up reads all three), bucket head 4, and 4 per token.
 
 use super::{BlockId, NONE, RootId};
 
@@ -43,15 +45,22 @@ pub enum Published {
     Duplicate(BlockId),
 }
 
+/// What a look-up compares, a quarter of a cache line per block.
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    hash: u64,
+    /// Packed parent; `NONE` = not published.
+    parent: u32,
+    /// Next block of the same bucket.
+    link: u32,
+}
+
 #[derive(Debug)]
 pub(crate) struct PrefixCache {
     block_size: usize,
     tokens: Vec<i32>,
-    hashes: Vec<u64>,
-    /// Packed parent; `NONE` = not published.
-    parents: Vec<u32>,
-    /// Next block of the same bucket.
-    links: Vec<u32>,
+    entries: Vec<Entry>,
+    /// First block of each bucket; as many buckets as blocks.
     buckets: Vec<u32>,
 }
 
@@ -60,24 +69,34 @@ impl PrefixCache {
         Self {
             block_size,
             tokens: vec![0; num_blocks * block_size],
-            hashes: vec![0; num_blocks],
-            parents: vec![NONE; num_blocks],
-            links: vec![NONE; num_blocks],
-            buckets: vec![NONE; num_blocks.next_power_of_two()],
+            entries: vec![Entry { hash: 0, parent: NONE, link: NONE }; num_blocks],
+            buckets: vec![NONE; num_blocks],
         }
     }
 
     pub(crate) fn is_published(&self, block: BlockId) -> bool {
-        self.parents[block.index()] != NONE
+        self.entries[block.index()].parent != NONE
     }
 
     pub(crate) fn parent(&self, block: BlockId) -> Option<Parent> {
-        let packed = self.parents[block.index()];
+        let packed = self.entries[block.index()].parent;
         (packed != NONE).then(|| Parent::unpack(packed))
+    }
+
+    /// Hash under which a published block can be found.
+    pub(crate) fn hash(&self, block: BlockId) -> u64 {
+        debug_assert!(self.is_published(block), "an unpublished block has no hash");
+        self.entries[block.index()].hash
     }
 
     pub(crate) fn tokens(&self, block: BlockId) -> &[i32] {
         &self.tokens[block.index() * self.block_size..][..self.block_size]
+    }
+
+    /// Keeps what a full block contains, without letting others find it.
+    pub(crate) fn store(&mut self, block: BlockId, tokens: &[i32]) {
+        debug_assert!(!self.is_published(block), "a published block is never written");
+        self.tokens[block.index() * self.block_size..][..self.block_size].copy_from_slice(tokens);
     }
 
     /// Finds the published block that continues `parent` with exactly `tokens`.
@@ -85,55 +104,51 @@ impl PrefixCache {
         let packed = parent.pack();
         let mut at = self.buckets[self.bucket(hash)];
         while at != NONE {
-            let index = at as usize;
             let block = BlockId(at);
-            if self.hashes[index] == hash && self.parents[index] == packed && self.tokens(block) == tokens {
+            let entry = &self.entries[block.index()];
+            if entry.hash == hash && entry.parent == packed && self.tokens(block) == tokens {
                 return Some(block);
             }
-            at = self.links[index];
+            at = entry.link;
         }
         None
     }
 
     /// Enters a block that `find` does not know.
     pub(crate) fn insert(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[i32]) {
-        let index = block.index();
-        debug_assert!(self.parents[index] == NONE, "a block is published once");
+        self.store(block, tokens);
         let bucket = self.bucket(hash);
-        self.tokens[index * self.block_size..][..self.block_size].copy_from_slice(tokens);
-        self.hashes[index] = hash;
-        self.parents[index] = parent.pack();
-        self.links[index] = self.buckets[bucket];
-        self.buckets[bucket] = block.0;
+        let link = std::mem::replace(&mut self.buckets[bucket], block.0);
+        self.entries[block.index()] = Entry { hash, parent: parent.pack(), link };
     }
 
     /// Removes a published block and says what it continued.
     pub(crate) fn remove(&mut self, block: BlockId) -> Parent {
-        let index = block.index();
-        let bucket = self.bucket(self.hashes[index]);
-        let next = self.links[index];
+        let Entry { hash, parent, link } = self.entries[block.index()];
+        let bucket = self.bucket(hash);
         if self.buckets[bucket] == block.0 {
-            self.buckets[bucket] = next;
+            self.buckets[bucket] = link;
         } else {
             let mut at = self.buckets[bucket] as usize;
-            while self.links[at] != block.0 {
-                at = self.links[at] as usize;
+            while self.entries[at].link != block.0 {
+                at = self.entries[at].link as usize;
             }
-            self.links[at] = next;
+            self.entries[at].link = link;
         }
-        self.links[index] = NONE;
-        Parent::unpack(std::mem::replace(&mut self.parents[index], NONE))
+        self.entries[block.index()] = Entry { hash, parent: NONE, link: NONE };
+        Parent::unpack(parent)
     }
 
+    /// The upper half of the hash scaled to the number of buckets: any number of them will do, and no division.
     fn bucket(&self, hash: u64) -> usize {
-        (hash >> 32 ^ hash) as usize & (self.buckets.len() - 1)
+        ((hash >> 32) * self.buckets.len() as u64 >> 32) as usize
     }
 
     /// Blocks that some bucket leads to, for the invariant check.
     pub(crate) fn linked_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.buckets.iter().flat_map(|&head| {
             std::iter::successors((head != NONE).then_some(head), |&at| {
-                let next = self.links[at as usize];
+                let next = self.entries[at as usize].link;
                 (next != NONE).then_some(next)
             })
             .map(BlockId)
