@@ -323,23 +323,17 @@ impl StepOutput {
         if let Some(text) = detail {
             self.details.push((self.request_ids.len() as u32, text));
         }
-        self.push(request, choice, -1, Some(finish), -1);
+        self.push_tokens(&[request.as_u64()], &[choice], &[-1]);
+        *self.finish_reasons.last_mut().expect("an event was added") = finish as u8;
     }
 
-    /// Adds an event; -1 stands for no token and no stop id.
-    pub(crate) fn push(
-        &mut self,
-        request: RequestId,
-        choice: i32,
-        token: i32,
-        finish: Option<FinishReason>,
-        stop_id: i32,
-    ) {
-        self.request_ids.push(request.as_u64());
-        self.choice_ids.push(choice);
-        self.token_ids.push(token);
-        self.finish_reasons.push(finish.map_or(0, |reason| reason as u8));
-        self.stop_ids.push(stop_id);
+    /// Adds an event for each of these tokens, none of them the last of its choice.
+    pub(crate) fn push_tokens(&mut self, request_ids: &[u64], choice_ids: &[i32], tokens: &[i32]) {
+        self.request_ids.extend_from_slice(request_ids);
+        self.choice_ids.extend_from_slice(choice_ids);
+        self.token_ids.extend_from_slice(tokens);
+        self.finish_reasons.resize(self.finish_reasons.len() + tokens.len(), 0);
+        self.stop_ids.resize(self.stop_ids.len() + tokens.len(), -1);
     }
 }
 

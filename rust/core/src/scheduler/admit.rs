@@ -9,7 +9,7 @@
 
 use super::choices::Fork;
 use super::rows::Row;
-use super::sequence::Sequences;
+use super::sequence::{Known, Sequences};
 use super::{Request, Scheduler};
 use crate::block::Parent;
 use crate::row_tables::NewRow;
@@ -50,7 +50,6 @@ enum Refusal {
 impl Scheduler {
     /// Admits waiting sequences while rows, blocks and `budget` tokens last, and schedules their first tokens.
     pub(super) fn admit(&mut self, mut budget: usize, is_paused: bool) {
-        let mut growth = None;
         let mut deferred: Vec<u32> = Vec::new();
         let mut cursor = self.first_waiter();
         while let Some(waiter) = cursor {
@@ -60,10 +59,11 @@ impl Scheduler {
                 break;
             }
             let next = self.waiter_after(waiter);
-            let reserve = *growth.get_or_insert_with(|| self.num_growing());
+            // Running sequences that may still need a block: an admission leaves one for each, so that a newcomer does not displace (or get
+            // displaced) at once.
+            let reserve = self.rows.num_growing();
             match self.try_admit(waiter, reserve) {
                 Ok(row) => {
-                    growth = Some(reserve + usize::from(self.rows.get(row).may_grow(self.config.block_size)));
                     budget -= self.plan_chunk(row, budget);
                     if self.overtake(&deferred) {
                         break;
@@ -88,15 +88,16 @@ impl Scheduler {
 
     /// Fills the rows, all of them free, with a fixed group of sequences, whose tokens are then scheduled like those of any running one.
     pub(super) fn admit_group(&mut self, is_paused: bool) {
-        let mut reserve = 0;
         while let Some(waiter) = self.first_waiter().filter(|_| self.rows.num_free() > 0) {
             if is_paused && !self.request(waiter.slot(&self.sequences)).is_started() {
                 break;
             }
-            let Ok(row) = self.try_admit(waiter, reserve) else {
+            let Ok(row) = self.try_admit(waiter, self.rows.num_growing()) else {
                 break;
             };
-            reserve += usize::from(self.rows.get(row).may_grow(self.config.block_size));
+            if self.rows.get(row).num_remaining_tokens() == 1 {
+                self.enter_lane(row, None);
+            }
         }
     }
 
@@ -134,13 +135,6 @@ impl Scheduler {
         is_limit_reached
     }
 
-    /// Running sequences that may still need a block: an admission leaves one for each, so that a newcomer does not displace
-    /// (or get displaced) at once.
-    fn num_growing(&self) -> usize {
-        let block_size = self.config.block_size;
-        self.running.iter().filter(|&&row| self.rows.get(row).may_grow(block_size)).count()
-    }
-
     /// Gives a waiting sequence a row and the blocks of its known tokens; cached and pinned ones count as computed.
     fn try_admit(&mut self, waiter: Waiter, reserve: usize) -> Result<u32, Refusal> {
         let num_new = loop {
@@ -149,7 +143,7 @@ impl Scheduler {
                 break num_new;
             }
             // Nobody who runs will give back a block, so what is pinned for others has to go.
-            if !self.running.is_empty() || !self.drop_newest_pins(false) {
+            if self.num_running() > 0 || !self.drop_newest_pins(false) {
                 return Err(Refusal::NoMemory);
             }
         };
@@ -165,7 +159,7 @@ impl Scheduler {
         let (num_tokens, request) = match waiter {
             Waiter::Preempted { sequence } => {
                 let sequence = &self.sequences[sequence];
-                (sequence.tokens.len(), self.request(sequence.request.slot()))
+                (sequence.known().tokens.len(), self.request(sequence.request.slot()))
             }
             Waiter::Choice { slot } => (self.request(slot).prompt.len(), self.request(slot)),
         };
@@ -173,7 +167,7 @@ impl Scheduler {
         let num_new = num_blocks - self.hits.blocks.len();
         let max_blocks = (request.max_num_tokens as usize - 1).div_ceil(block_size);
         // An empty engine admits its first sequence without reserve: it fits alone, or `submit` would have refused it.
-        let reserve = if self.running.is_empty() { 0 } else { reserve + usize::from(max_blocks > num_blocks) };
+        let reserve = if self.num_running() == 0 { 0 } else { reserve + usize::from(max_blocks > num_blocks) };
         let num_unheld_hits = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) == 0).count();
         (self.pool.num_available() - num_unheld_hits >= num_new + reserve).then_some(num_new)
     }
@@ -195,10 +189,11 @@ impl Scheduler {
             Waiter::Preempted { sequence } => {
                 let sequence = &mut self.sequences[sequence];
                 if self.config.enable_prefix_caching {
-                    // It has not hashed what it generated after the cache was reset under it.
-                    sequence.hash_blocks((sequence.tokens.len() - 1) / block_size, &self.shared.hasher, block_size);
+                    let num_blocks = (sequence.known().tokens.len() - 1) / block_size;
+                    sequence.hash_blocks(num_blocks, &self.shared.hasher, block_size);
                 }
-                (sequence.request.slot(), sequence.root, &sequence.hashes, &sequence.tokens)
+                let Known { tokens, hashes } = sequence.known();
+                (sequence.request.slot(), sequence.root, hashes, tokens)
             }
         };
         // Without a cache nothing is hashed, so nothing is found.
@@ -239,18 +234,24 @@ impl Scheduler {
         }
         let request = self.request(slot);
         let block = index * block_size..(index + 1) * block_size;
-        self.chunks.iter().chain(&self.decodes).any(|planned| {
-            let row = self.rows.get(planned.row);
+        let fills = |row: u32, num_computed: usize, num_tokens: usize| {
+            let row = self.rows.get(row);
             let other = &self.sequences[row.sequence];
-            let computed_after = (row.num_computed_tokens + planned.num_tokens) as usize;
             row.may_publish
-                && row.num_published_blocks as usize <= index
-                && computed_after > block.start
+                && num_computed < block.end
+                && num_computed + num_tokens > block.start
                 && other.root == request.root
-                && other.hashes.get(index) == request.prompt_hashes.get(index)
+                && other.known().hashes.get(index) == request.prompt_hashes.get(index)
                 // Equal hashes are no proof: the whole prefix has to be the same, or the block could not be shared.
-                && other.tokens.get(..block.end) == request.prompt.get(..block.end)
-        })
+                && other.known().tokens.get(..block.end) == request.prompt.get(..block.end)
+        };
+        self.chunks.iter().chain(&self.singles).any(|planned| {
+            let num_computed = self.rows.get(planned.row).num_computed_tokens as usize;
+            fills(planned.row, num_computed, planned.num_tokens as usize)
+        }) || self
+            .unsampled_lanes()
+            .into_iter()
+            .any(|lane| fills(self.lanes.rows[lane] as u32, self.lanes.num_tokens[lane] as usize - 1, 1))
     }
 
     /// Moves a sequence that fits to a row.
@@ -267,7 +268,7 @@ impl Scheduler {
         };
         let row = self.occupy_row(sequence);
         self.take_blocks(row, num_new);
-        self.enter_running(row);
+        self.enter_prefilling(row);
         self.introduce_row(sequence, row);
         self.count_recomputed(sequence);
         let slot = self.sequences[sequence].request.slot();
@@ -279,25 +280,23 @@ impl Scheduler {
 
     fn occupy_row(&mut self, index: u32) -> u32 {
         let num_hits = self.hits.blocks.len() as u32;
+        let block_size = self.config.block_size as u32;
         let sequence = &mut self.sequences[index];
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
         let row = self.rows.acquire(Row {
             request: Some(request.id),
             order: sequence.order,
             sequence: index,
-            num_tokens: sequence.tokens.len() as u32,
-            num_computed_tokens: num_hits * self.config.block_size as u32,
+            num_tokens: sequence.known().tokens.len() as u32,
+            num_computed_tokens: num_hits * block_size,
             num_prompt_tokens: request.num_prompt_tokens,
-            max_num_tokens: request.max_num_tokens,
-            last_token: *sequence.tokens.last().expect("a sequence has at least one token"),
             num_blocks: 0,
-            num_published_blocks: num_hits,
+            max_blocks: (request.max_num_tokens - 1).div_ceil(block_size),
+            is_decoding: false,
             may_publish: self.hits.are_published,
             is_planned: false,
             is_forked_from: request.fork == (Fork::UnderWay { sequence: index }),
             wants_prompt_logits: request.num_untold_prompt_logprobs() > 0,
-            ignore_eos: request.ignore_eos,
-            has_stop_ids: !request.stop_token_ids.is_empty(),
         });
         sequence.row = Some(row);
         let has_tables = !request.logit_bias.is_empty() || !request.bad_words.is_empty();
@@ -311,7 +310,7 @@ impl Scheduler {
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
         let batch = &mut self.buffers[self.current].batch;
         batch.new_rows.push(row as i32);
-        batch.new_row_tables.push(request.new_row(&sequence.tokens, &self.config.eos_token_ids));
+        batch.new_row_tables.push(request.new_row(&sequence.known().tokens, &self.config.eos_token_ids));
     }
 
     fn take_blocks(&mut self, row: u32, num_new: usize) {
@@ -327,12 +326,12 @@ impl Scheduler {
         self.table_updates.push(row, 0, self.rows.blocks(row));
     }
 
-    /// Keeps `running` in order of arrival; nearly always the newcomer is the newest.
-    fn enter_running(&mut self, row: u32) {
+    /// Keeps `prefilling` in order of arrival; nearly always the newcomer is the newest.
+    fn enter_prefilling(&mut self, row: u32) {
         let order = self.rows.get(row).order;
         let is_older = |&other: &u32| self.rows.get(other).order < order;
-        let at = self.running.iter().rposition(is_older).map_or(0, |index| index + 1);
-        self.running.insert(at, row);
+        let at = self.prefilling.iter().rposition(is_older).map_or(0, |index| index + 1);
+        self.prefilling.insert(at, row);
     }
 
     fn count_recomputed(&mut self, sequence: u32) {

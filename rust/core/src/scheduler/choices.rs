@@ -11,7 +11,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::sequence::{Order, Sequence};
+use super::sequence::{Known, Order, Sequence};
 use super::{Request, Scheduler};
 use crate::block::{BlockId, NONE};
 use crate::request::{FinishReason, RequestId};
@@ -56,8 +56,7 @@ impl Scheduler {
         let sequence = self.sequences.insert(Sequence {
             request: request.id,
             order: Order::new(request.arrival, request.num_started_choices),
-            tokens,
-            hashes,
+            known: Some(Box::new(Known { tokens, hashes })),
             root: request.root,
             root_hash: request.root_hash,
             row: None,

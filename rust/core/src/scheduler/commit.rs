@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
+use super::sequence::Known;
 use super::{Planned, PromptLogits, Scheduler};
 use crate::batch::StepResult;
 use crate::block::{Parent, Published};
 use crate::error::{Error, Result};
 use crate::logprobs::LogprobMatrix;
-use crate::request::FinishReason;
 
 impl Scheduler {
     pub(super) fn check_step_id(&self, got: u64) -> Result<()> {
@@ -61,17 +61,14 @@ impl Scheduler {
             (None, Some(_)) => Err(Error::ResultLength { field, step_id, expected: num_rows, got: 0 }),
             (None, None) => Ok(()),
         };
-        let wanted =
-            || self.planned().filter(|planned| planned.is_sampled).map(|planned| i32::from(planned.num_logprobs));
+        let of_lanes = || self.planned_lanes.iter().map(|lane| self.lanes.num_logprobs[lane]);
+        let others = || self.singles.iter().chain(&self.chunks).filter(|planned| planned.is_sampled);
+        let wanted = || of_lanes().chain(others().map(|planned| planned.num_logprobs)).map(i32::from);
         let most = if self.in_flight && batch.has_sampling_extras { wanted().max() } else { None };
         check("logprobs", result.logprobs, batch.num_samples(), most.filter(|&most| most >= 0))?;
         let wanted = if self.in_flight { self.prompt_logits } else { PromptLogits::default() };
         let most = (wanted.num_rows > 0).then_some(wanted.most_logprobs as i32);
         check("prompt_logprobs", result.prompt_logprobs, wanted.num_rows, most)
-    }
-
-    fn planned(&self) -> impl Iterator<Item = &Planned> {
-        self.decodes.iter().chain(&self.chunks)
     }
 
     fn check_tokens(&self, result: &StepResult<'_>) -> Result<()> {
@@ -100,22 +97,20 @@ impl Scheduler {
         }
         let result = result.copied().unwrap_or_default();
         self.make_room_for_events(self.batch().num_samples());
-        let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
-        let (mut sample, mut prompt_row) = (0, 0);
-        for &planned in decodes.iter().chain(&chunks) {
+        let mut sample = self.planned_lanes.len();
+        let mut prompt_row = 0;
+        self.commit_decodes(&result);
+        let (singles, chunks) = (std::mem::take(&mut self.singles), std::mem::take(&mut self.chunks));
+        for &planned in singles.iter().chain(&chunks) {
             // A sample belongs to a sequence even if the sequence has ended meanwhile.
-            let token = planned.is_sampled.then(|| Sample {
-                token: result.token_ids[sample],
-                error: result.row_error.map_or(0, |row_error| row_error[sample]),
-                index: sample,
-            });
+            let drawn = planned.is_sampled.then(|| Sample::of(&result, sample));
             if self.rows.holds(planned.row, planned.order) {
-                self.commit_sequence(planned, token, prompt_row, &result);
+                self.commit_sequence(planned, drawn, prompt_row, &result);
             }
             sample += usize::from(planned.is_sampled);
             prompt_row += usize::from(planned.num_prompt_logits);
         }
-        (self.decodes, self.chunks) = (decodes, chunks);
+        (self.singles, self.chunks) = (singles, chunks);
         self.close_gaps();
     }
 
@@ -129,6 +124,7 @@ impl Scheduler {
     ) {
         let row = self.rows.get_mut(planned.row);
         row.is_planned = false;
+        let num_computed_before = row.num_computed_tokens;
         row.num_computed_tokens += planned.num_tokens;
         let (sequence, is_forked_from) = (row.sequence, row.is_forked_from);
         if let Some(message) = sample.and_then(Sample::error_message) {
@@ -138,7 +134,7 @@ impl Scheduler {
         if let (1.., Some(matrix)) = (planned.num_prompt_logits, &result.prompt_logprobs) {
             self.tell_prompt_logprobs(planned, prompt_row, matrix);
         }
-        self.publish_blocks(planned.row);
+        self.publish_blocks(planned.row, num_computed_before);
         if is_forked_from && sample.is_some() {
             self.fork(planned.row);
         }
@@ -149,98 +145,102 @@ impl Scheduler {
                 self.output.logprobs.push_from(matrix, sample.index, planned.num_logprobs as usize);
             }
             self.append_token(planned.row, sample.token);
+        } else if self.rows.get(planned.row).num_remaining_tokens() == 1 {
+            self.enter_lane(planned.row, None);
         }
     }
 
-    /// Publishes the blocks that the step filled; a block that duplicates a published one is exchanged for it, because
-    /// what is published below it must have a published parent.
-    fn publish_blocks(&mut self, row: u32) {
+    /// Publishes the blocks that the step filled, or keeps their tokens; a block that duplicates a published one is exchanged for it.
+    fn publish_blocks(&mut self, row: u32, num_computed_before: u32) {
         let block_size = self.config.block_size;
         let state = *self.rows.get(row);
-        if !state.may_publish {
-            return;
+        let filled = num_computed_before as usize / block_size..state.num_computed_tokens as usize / block_size;
+        let sequence = &mut self.sequences[state.sequence];
+        if state.may_publish {
+            sequence.hash_blocks(filled.end, &self.shared.hasher, block_size);
         }
-        let num_full = state.num_computed_tokens / block_size as u32;
-        for column in state.num_published_blocks..num_full {
-            let sequence = &mut self.sequences[state.sequence];
-            let index = column as usize;
-            sequence.hash_blocks(index + 1, &self.shared.hasher, block_size);
-            let tokens = &sequence.tokens[index * block_size..][..block_size];
+        let root = sequence.root;
+        for column in filled {
+            let Known { tokens, hashes } = self.sequences[state.sequence].known();
+            let tokens = &tokens[column * block_size..][..block_size];
+            let block = self.rows.tables.get(row, column as u32);
+            if !state.may_publish {
+                self.pool.store(block, tokens);
+                continue;
+            }
             let parent = match column {
-                0 => Parent::Root(sequence.root),
-                _ => Parent::Block(self.rows.tables.get(row, column - 1)),
+                0 => Parent::Root(root),
+                _ => Parent::Block(self.rows.tables.get(row, column as u32 - 1)),
             };
-            let block = self.rows.tables.get(row, column);
-            if let Published::Duplicate(other) = self.pool.publish(block, parent, sequence.hashes[index], tokens) {
-                self.pool.acquire(other);
-                self.pool.release(block).expect("a block in a table is held");
-                self.rows.tables.set(row, column, other);
-                self.table_updates.push(row, index, &[other.as_i32()]);
+            if let Published::Duplicate(other) = self.pool.publish(block, parent, hashes[column], tokens) {
+                self.exchange(row, column as u32, other);
             }
         }
-        self.rows.get_mut(row).num_published_blocks = num_full.max(state.num_published_blocks);
     }
 
+    /// The first token of a sequence that has computed all it knew: from now on it decodes.
     fn append_token(&mut self, row: u32, token: i32) {
-        let state = self.rows.get_mut(row);
-        state.num_tokens += 1;
-        state.last_token = token;
-        let state = *state;
-        self.sequences[state.sequence].tokens.push(token);
-        self.stats.num_output_tokens += 1;
-        let id = state.request.expect("a planned row has a sequence");
-        let is_eos = !state.ignore_eos && self.config.eos_token_ids.contains(&token);
-        let is_stop_id = !is_eos && state.has_stop_ids && self.request(id.slot()).stop_token_ids.contains(&token);
-        let finish = if is_eos || is_stop_id {
-            Some(FinishReason::Stop)
-        } else if state.num_tokens >= state.max_num_tokens {
-            Some(FinishReason::Length)
-        } else {
-            None
-        };
-        let stop_id = if is_stop_id { token } else { -1 };
+        self.enter_lane(row, Some(token));
         // The ends of a failed request may have taken the room that was made for all samples.
         self.make_room_for_events(1);
-        self.output.push(id, state.order.choice() as i32, token, finish, stop_id);
-        if let Some(reason) = finish {
-            self.forget_sequence(state.sequence, reason);
-        }
+        let (lane, event) = (self.lanes.locate(self.rows.get(row).order), self.output.len());
+        self.push_tokens(lane..lane + 1, &[token]);
+        self.end_if_due(lane, event);
     }
 
     /// Ends everything that the batch in flight touched.
     pub(super) fn fail_batch(&mut self, message: &str) {
         let message: Arc<str> = Arc::from(message);
         self.in_flight = false;
-        let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
-        for planned in decodes.iter().chain(&chunks) {
+        let planned_lanes = std::mem::take(&mut self.planned_lanes);
+        for lane in planned_lanes.iter() {
+            if let Some(row) = self.lanes.row(lane) {
+                self.fail_sequence(self.rows.get(row).sequence, &message);
+            }
+        }
+        let (singles, chunks) = (std::mem::take(&mut self.singles), std::mem::take(&mut self.chunks));
+        for planned in singles.iter().chain(&chunks) {
             if self.rows.holds(planned.row, planned.order) {
                 self.fail_sequence(self.rows.get(planned.row).sequence, &message);
             }
         }
-        (self.decodes, self.chunks) = (decodes, chunks);
+        (self.planned_lanes, self.singles, self.chunks) = (planned_lanes, singles, chunks);
         self.close_gaps();
     }
 
-    /// Takes rows that lost their sequence out of the running list.
+    /// Takes sequences that run no more, or decode now, out of the lists. Not between a plan and its commit: lanes get other numbers.
     pub(super) fn close_gaps(&mut self) {
-        if std::mem::take(&mut self.running_has_gaps) {
+        if self.lanes.has_gaps() {
+            self.lanes.compact();
+        }
+        self.close_prefilling_gaps();
+    }
+
+    pub(super) fn close_prefilling_gaps(&mut self) {
+        if std::mem::take(&mut self.prefilling_has_gaps) {
             let rows = &self.rows;
-            self.running.retain(|&row| rows.get(row).request.is_some());
+            self.prefilling.retain(|&row| rows.get(row).is_prefilling());
         }
     }
 }
 
+/// What a result says about one sample.
 #[derive(Debug, Clone, Copy)]
-struct Sample {
-    token: i32,
+pub(super) struct Sample {
+    pub(super) token: i32,
     /// Code of `StepResult::row_error`.
     error: u8,
     /// Its index among the samples of the batch.
-    index: usize,
+    pub(super) index: usize,
 }
 
 impl Sample {
-    fn error_message(self) -> Option<&'static str> {
+    pub(super) fn of(result: &StepResult<'_>, index: usize) -> Self {
+        let error = result.row_error.map_or(0, |row_error| row_error[index]);
+        Self { token: result.token_ids[index], error, index }
+    }
+
+    pub(super) fn error_message(self) -> Option<&'static str> {
         match self.error {
             0 => None,
             2 => Some("every token is excluded by bad_words, logit_bias or min_tokens; loosen them"),

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use super::choices::Fork;
-use super::sequence::Sequence;
 use super::{Request, Scheduler};
 use crate::block::NONE;
 use crate::request::{FinishReason, RequestId};
@@ -86,8 +85,8 @@ impl Scheduler {
     }
 
     fn finish_early(&mut self, sequence: u32, num_tokens: u32, stop_reason: Option<&Arc<str>>) {
-        let Sequence { request, ref tokens, .. } = self.sequences[sequence];
-        let num_output_tokens = tokens.len() as u32 - self.request(request.slot()).num_prompt_tokens;
+        let slot = self.sequences[sequence].request.slot();
+        let num_output_tokens = self.num_tokens(sequence) - self.request(slot).num_prompt_tokens;
         self.stats.num_output_tokens -= u64::from(num_output_tokens.saturating_sub(num_tokens));
         self.end_sequence(sequence, FinishReason::Stop, stop_reason);
     }

@@ -6,6 +6,7 @@ use std::collections::HashSet;
 
 use foldhash::fast::FixedState;
 
+use super::lanes::IS_UNSAMPLED;
 use super::{Planned, Scheduler};
 
 #[derive(Debug, Default)]
@@ -26,25 +27,42 @@ impl Scheduler {
     pub(super) fn may_be_filling(&mut self, hash: u64) -> bool {
         if !self.filling.is_collected {
             self.filling.is_collected = true;
-            let (decodes, chunks) = (std::mem::take(&mut self.decodes), std::mem::take(&mut self.chunks));
-            for &planned in decodes.iter().chain(&chunks) {
-                self.note_filling(planned);
+            for index in 0..self.singles.len() {
+                self.note_filling(self.singles[index]);
             }
-            (self.decodes, self.chunks) = (decodes, chunks);
+            for index in 0..self.chunks.len() {
+                self.note_filling(self.chunks[index]);
+            }
+            for lane in self.unsampled_lanes() {
+                self.note_filling_of(self.lanes.rows[lane] as u32, self.lanes.num_tokens[lane] as usize - 1, 1);
+            }
         }
         self.filling.hashes.contains(&hash)
     }
 
+    /// Planned lanes that compute the last token of a prompt, or of what was known before; nearly always none.
+    pub(super) fn unsampled_lanes(&self) -> Vec<usize> {
+        self.planned_lanes.iter().filter(|&lane| self.lanes.flags[lane] & IS_UNSAMPLED != 0).collect()
+    }
+
     /// Adds the blocks that `planned` fills, if they are being collected.
     pub(super) fn note_filling(&mut self, planned: Planned) {
-        let row = self.rows.get(planned.row);
-        if !self.filling.is_collected || !row.may_publish {
+        if self.filling.is_collected {
+            let num_computed = self.rows.get(planned.row).num_computed_tokens as usize;
+            self.note_filling_of(planned.row, num_computed, planned.num_tokens as usize);
+        }
+    }
+
+    /// Only blocks whose tokens are all known have a hash: not those that a decoding sequence fills with what it generates.
+    fn note_filling_of(&mut self, row: u32, num_computed: usize, num_tokens: usize) {
+        let row = self.rows.get(row);
+        if !row.may_publish {
             return;
         }
-        let computed_after = (row.num_computed_tokens + planned.num_tokens) as usize;
-        let hashes = &self.sequences[row.sequence].hashes;
-        let end = computed_after.div_ceil(self.config.block_size).min(hashes.len());
-        let start = (row.num_published_blocks as usize).min(end);
+        let hashes = &self.sequences[row.sequence].known().hashes;
+        let block_size = self.config.block_size;
+        let end = (num_computed + num_tokens).div_ceil(block_size).min(hashes.len());
+        let start = (num_computed / block_size).min(end);
         self.filling.hashes.extend(&hashes[start..end]);
     }
 }

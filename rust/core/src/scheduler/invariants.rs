@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::choices::Fork;
+use super::lanes::IS_UNSAMPLED;
 use super::{Request, Scheduler};
 use crate::block::{BlockId, Parent};
 
@@ -23,7 +24,7 @@ impl Scheduler {
     /// Panics unless nothing is live and every block is free or cached: the state that any run must come back to.
     pub fn check_drained(&self) {
         self.check_invariants();
-        assert_eq!(self.running.len() + self.preempted.len() + self.waiting.len(), 0, "sequences are left");
+        assert_eq!(self.num_running() + self.preempted.len() + self.waiting.len(), 0, "sequences are left");
         assert_eq!(self.pool.num_used(), 0, "blocks are held by nobody");
         assert!(self.requests.iter().all(Option::is_none), "a request is left");
         let shared = &self.shared;
@@ -71,11 +72,12 @@ impl Scheduler {
         let id = request.id;
         let (mut num_live, mut last) = (request.num_unstarted_choices(), None);
         for sequence in self.sequences.siblings(request.first_sequence) {
+            let num_tokens = self.num_tokens(sequence);
             let sequence = &self.sequences[sequence];
             assert_eq!(sequence.request, id, "a choice of {:?} is listed under {id:?}", sequence.request);
             assert!(last < Some(sequence.order), "the choices of {id:?} are out of order");
             assert!(sequence.order.choice() < request.num_started_choices);
-            assert!(sequence.tokens.len() < request.max_num_tokens as usize, "{id:?} should have ended");
+            assert!(num_tokens < request.max_num_tokens, "{id:?} should have ended");
             last = Some(sequence.order);
             num_live += 1;
         }
@@ -104,33 +106,73 @@ impl Scheduler {
         }
     }
 
-    fn check_rows(&self) {
-        let mut owners = BTreeMap::new();
-        let mut last = None;
-        for &row in &self.running {
+    /// Rows of running sequences with the number of their known and computed tokens, in no order.
+    fn running(&self) -> impl Iterator<Item = (u32, usize, usize)> + '_ {
+        let decoding = (0..self.lanes.len()).filter_map(|lane| {
+            let num_tokens = self.lanes.num_tokens[lane] as usize;
+            self.lanes.row(lane).map(|row| (row, num_tokens, num_tokens - 1))
+        });
+        let prefilling = self.prefilling.iter().map(|&row| (row, self.rows.get(row)));
+        decoding.chain(
+            prefilling
+                .filter(|(_, state)| state.is_prefilling())
+                .map(|(row, state)| (row, state.num_tokens as usize, state.num_computed_tokens as usize)),
+        )
+    }
+
+    fn check_lanes(&self) {
+        assert!(self.lanes.orders.is_sorted(), "the lanes are out of order");
+        for lane in (0..self.lanes.len()).filter(|&lane| self.lanes.row(lane).is_some()) {
+            let lanes = &self.lanes;
+            let row = lanes.rows[lane] as u32;
             let state = self.rows.get(row);
-            let Some(id) = state.request else {
-                assert!(self.running_has_gaps, "a free row runs");
-                continue;
-            };
-            assert!(last < Some(state.order), "the running list is out of order");
-            last = Some(state.order);
+            let id = state.request.expect("a lane has a sequence");
+            assert!(state.is_decoding, "{id:?} has a lane and does not know it");
+            assert_eq!((lanes.orders[lane], lanes.request_ids[lane]), (state.order, id.as_u64()));
+            let num_tokens = lanes.num_tokens[lane] as usize;
+            let block_size = self.config.block_size;
+            let room = state.num_blocks as usize * block_size - (num_tokens - 1);
+            assert_eq!(lanes.room[lane] as usize, room, "{id:?}: the room in its last block is miscounted");
+            if room > 0 {
+                let block = self.rows.tables.get(row, (num_tokens as u32 - 1) / block_size as u32);
+                let slot = block.index() * block_size + (num_tokens - 1) % block_size;
+                assert_eq!(lanes.slots[lane], slot as i64, "{id:?} writes elsewhere");
+            }
+            assert_eq!(lanes.tokens[lane], self.rows.tail(row)[(num_tokens - 1) % block_size]);
+            assert_eq!(lanes.num_output_tokens[lane] as usize, num_tokens - state.num_prompt_tokens as usize);
+            let is_unsampled = lanes.flags[lane] & IS_UNSAMPLED != 0;
+            assert_eq!(self.sequences[state.sequence].known.is_some(), is_unsampled, "{id:?} lists its tokens");
+        }
+    }
+
+    fn check_rows(&self) {
+        self.check_lanes();
+        let mut owners = BTreeMap::new();
+        let is_older = |rows: &[u32]| self.rows.get(rows[0]).order < self.rows.get(rows[1]).order;
+        assert!(
+            self.prefilling_has_gaps || self.prefilling.windows(2).all(is_older),
+            "the prefilling list is out of order"
+        );
+        for (row, num_tokens, num_computed) in self.running() {
+            let state = self.rows.get(row);
+            let id = state.request.expect("a running row has a request");
             assert!(owners.insert(state.sequence, row).is_none(), "a choice of {id:?} runs twice");
             let sequence = &self.sequences[state.sequence];
             assert_eq!((sequence.request, sequence.order, sequence.row), (id, state.order, Some(row)));
-            assert_eq!(state.num_tokens as usize, sequence.tokens.len(), "{id:?}: row and sequence disagree");
-            assert_eq!(Some(&state.last_token), sequence.tokens.last(), "{id:?}: row and sequence disagree");
-            assert!(state.num_computed_tokens < state.num_tokens, "{id:?} has nothing to compute");
+            if let Some(known) = &sequence.known {
+                assert_eq!(num_tokens, known.tokens.len(), "{id:?}: row and sequence disagree");
+            }
+            assert!(num_computed < num_tokens, "{id:?} has nothing to compute");
             let is_forked_from = self.request(id.slot()).fork == (Fork::UnderWay { sequence: state.sequence });
             assert_eq!(state.is_forked_from, is_forked_from, "{id:?}: row and request disagree");
             let block_size = self.config.block_size;
             let capacity = state.num_blocks as usize * block_size;
-            assert!(
-                state.num_computed_tokens as usize <= capacity,
-                "{id:?}: its table does not cover what is computed"
-            );
-            assert!(state.num_blocks as usize <= sequence.tokens.len().div_ceil(block_size), "{id:?} holds too much");
+            assert!(num_computed <= capacity, "{id:?}: its table does not cover what is computed");
+            assert!(state.num_blocks as usize <= num_tokens.div_ceil(block_size), "{id:?} holds too much");
+            assert!(state.num_blocks <= state.max_blocks, "{id:?} holds more than it can ever need");
         }
+        let num_growing = self.running().filter(|&(row, ..)| self.rows.get(row).may_grow()).count();
+        assert_eq!(self.rows.num_growing(), num_growing, "sequences that may grow are miscounted");
         let num_rows = self.config.max_num_seqs;
         assert_eq!(owners.len() + self.rows.num_free(), num_rows, "a row is neither free nor running");
         let (running, preempted): (Vec<_>, Vec<_>) =
@@ -154,27 +196,31 @@ impl Scheduler {
                 *holders.entry(block).or_default() += 1;
             }
         }
-        for &row in &self.running {
+        for (row, _, num_computed) in self.running() {
             let state = self.rows.get(row);
-            let Some(id) = state.request else { continue };
+            let id = state.request.expect("a running row has a request");
             let sequence = &self.sequences[state.sequence];
+            let block_size = self.config.block_size;
             let mut parent = Parent::Root(sequence.root);
             for (column, &entry) in self.rows.blocks(row).iter().enumerate() {
                 let block = BlockId::from_table(entry);
                 *holders.entry(block).or_default() += 1;
                 let is_published = self.pool.is_published(block);
+                let is_full = (column + 1) * block_size <= num_computed;
                 if state.may_publish {
-                    assert_eq!(is_published, column < state.num_published_blocks as usize, "{id:?}: column {column}");
+                    assert_eq!(is_published, is_full, "{id:?}: column {column}");
                 }
                 if is_published && state.may_publish {
-                    let start = column * self.config.block_size;
-                    assert_eq!(self.pool.tokens(block), &sequence.tokens[start..start + self.config.block_size]);
                     assert_eq!(self.pool.parent(block), Some(parent), "{id:?}: {block:?} continues something else");
                 } else {
                     assert!(
                         is_published || self.pool.ref_count(block) == 1 || !state.may_publish,
                         "{block:?} is private and shared"
                     );
+                }
+                if let (true, Some(known)) = (is_full, &sequence.known) {
+                    let tokens = &known.tokens[column * block_size..][..block_size];
+                    assert_eq!(self.pool.tokens(block), tokens, "{id:?}: {block:?} keeps other tokens");
                 }
                 parent = Parent::Block(block);
             }

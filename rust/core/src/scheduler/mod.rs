@@ -15,14 +15,17 @@ mod admit;
 mod choices;
 mod commit;
 mod control;
+mod decode;
 mod filling;
 mod invariants;
+mod lanes;
 mod plan;
 mod preempt;
 mod prompt_logprobs;
 mod rows;
 mod sequence;
 mod waiting;
+mod write;
 
 use std::sync::Arc;
 
@@ -36,7 +39,9 @@ use crate::sampling::SamplingSpec;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
 use choices::Fork;
+use decode::PlannedLanes;
 use filling::Filling;
+use lanes::Lanes;
 use prompt_logprobs::PromptLogits;
 use rows::Rows;
 pub use rows::SamplingRows;
@@ -85,7 +90,7 @@ struct Request {
     num_overtaken: u8,
 }
 
-/// A planned piece of work: the next `num_tokens` tokens of the sequence in `row`.
+/// A planned piece of a prompt: the next `num_tokens` tokens of the sequence in `row`.
 ///
 /// The commit relies on these alone: the batch's arrays are lent to the caller, who may write to them.
 #[derive(Debug, Clone, Copy)]
@@ -137,18 +142,21 @@ pub struct Scheduler {
     /// Choices that have started and not ended.
     sequences: Sequences,
     rows: Rows,
-    /// Rows of running sequences in order of arrival.
-    running: Vec<u32>,
-    /// Whether some entry of `running` has lost its sequence.
-    running_has_gaps: bool,
+    /// Running sequences that lack one token.
+    lanes: Lanes,
+    /// Rows of the other running sequences, in order of arrival.
+    prefilling: Vec<u32>,
+    /// Whether some entry of `prefilling` has lost its sequence, or decodes now.
+    prefilling_has_gaps: bool,
     /// Sequences without a row, in order of arrival.
     preempted: WaitingList,
     /// Requests with choices that could start, by slot: those of which some have started first, then the others, each in order of arrival.
     waiting: WaitingList,
     /// Choices of started requests that have not started.
     num_unstarted_choices: u64,
-    /// Plan of the batch in flight, or being made: sequences with one query token, then the others.
-    decodes: Vec<Planned>,
+    /// Plan of the batch in flight, or being made: lanes, then the other sequences with one query token, then those with more.
+    planned_lanes: PlannedLanes,
+    singles: Vec<Planned>,
     chunks: Vec<Planned>,
     /// Whether the current batch still awaits its result.
     in_flight: bool,
@@ -170,6 +178,9 @@ pub struct Scheduler {
     sink: Option<Box<dyn OutputSink>>,
     is_finished: bool,
     filling: Filling,
+    /// Scratch: lanes that need a look, and the tokens of those that go on.
+    notable: Vec<u32>,
+    kept_tokens: Vec<i32>,
     /// Scratch: what was found for the sequence being admitted.
     hits: Hits,
     /// Arrays of events that grew too small: somebody may still look at them.
@@ -181,7 +192,8 @@ impl std::fmt::Debug for Scheduler {
         f.debug_struct("Scheduler")
             .field("config", &self.config)
             .field("step_id", &self.step_id)
-            .field("running", &self.running)
+            .field("num_decoding", &self.lanes.num_live())
+            .field("prefilling", &self.prefilling)
             .field("num_waiting", &self.waiting.len())
             .field("num_preempted", &self.preempted.len())
             .field("pool", &format_args!("{} of {} blocks used", self.pool.num_used(), self.pool.num_blocks()))
@@ -207,14 +219,16 @@ impl Scheduler {
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),
             requests: std::iter::repeat_with(|| None).take(num_slots).collect(),
-            rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq()),
-            running: Vec::with_capacity(config.max_num_seqs),
-            running_has_gaps: false,
+            rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq(), config.block_size),
+            lanes: Lanes::new(config.max_num_seqs),
+            prefilling: Vec::with_capacity(config.max_num_seqs),
+            prefilling_has_gaps: false,
             sequences: Sequences::new(config.max_num_seqs),
             preempted: WaitingList::new(config.max_num_seqs),
             waiting: WaitingList::new(num_slots),
             num_unstarted_choices: 0,
-            decodes: Vec::with_capacity(config.max_num_seqs),
+            planned_lanes: PlannedLanes::with_capacity(config.max_num_seqs),
+            singles: Vec::with_capacity(config.max_num_seqs),
             chunks: Vec::with_capacity(config.max_num_seqs),
             in_flight: false,
             prompt_logits: PromptLogits::default(),
@@ -230,6 +244,8 @@ impl Scheduler {
             sink: None,
             is_finished: false,
             filling: Filling::default(),
+            notable: Vec::with_capacity(config.max_num_seqs),
+            kept_tokens: Vec::with_capacity(config.max_num_seqs),
             hits: Hits::default(),
             retired_outputs: Vec::new(),
             config,
@@ -326,12 +342,12 @@ impl Scheduler {
         let num_queued = self.shared.queue.len();
         let num_waiting = self.preempted.len() + self.waiting.len() + num_queued;
         let num_ended = if self.shared.queue.is_closed() { num_waiting } else { 0 };
-        let num_admissible = num_waiting.min(self.rows.num_free() + self.running.len());
+        let num_admissible = num_waiting.min(self.rows.num_free() + self.num_running());
         let chunk_tokens = self.config.max_num_batched_tokens.min(64 * num_admissible);
         // Each further choice of a request copies its prompt and takes all its blocks.
         let num_forks = self.rows.num_free().min(usize::try_from(self.num_unstarted_choices).unwrap_or(usize::MAX));
         let fork_work = num_forks.saturating_mul(self.config.max_model_len / 16);
-        self.running.len() + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
+        self.num_running() + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
     }
 
     /// The block pool, to look at.
@@ -343,9 +359,7 @@ impl Scheduler {
     pub fn reset_prefix_cache(&mut self) {
         fault::point("reset_prefix_cache");
         self.pool.reset_prefix_cache();
-        for index in 0..self.running.len() {
-            self.rows.get_mut(self.running[index]).may_publish = false;
-        }
+        self.rows.forbid_publishing();
         self.publish_stats();
     }
 
@@ -376,13 +390,37 @@ impl Scheduler {
     }
 
     fn publish_stats(&mut self) {
-        self.stats.num_running = self.running.len() as u64;
+        self.stats.num_running = self.num_running() as u64;
         self.stats.num_waiting = self.preempted.len() as u64 + self.num_unstarted_choices;
         self.stats.num_free_blocks = self.pool.num_free() as u64;
         self.stats.num_cached_blocks = self.pool.num_cached() as u64;
         self.stats.num_used_blocks = self.pool.num_used() as u64;
         self.stats.num_evicted_blocks = self.pool.num_evictions();
         *self.shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.stats;
+    }
+
+    /// Sequences that have a row.
+    fn num_running(&self) -> usize {
+        self.config.max_num_seqs - self.rows.num_free()
+    }
+
+    /// Tokens of a running sequence that are computed.
+    fn num_computed_tokens(&self, row: u32) -> u32 {
+        let state = self.rows.get(row);
+        if state.is_decoding {
+            self.lanes.num_tokens[self.lanes.locate(state.order)] as u32 - 1
+        } else {
+            state.num_computed_tokens
+        }
+    }
+
+    /// Tokens of a sequence that are known.
+    fn num_tokens(&self, sequence: u32) -> u32 {
+        let sequence = &self.sequences[sequence];
+        match &sequence.known {
+            Some(known) => known.tokens.len() as u32,
+            None => self.lanes.num_tokens[self.lanes.locate(sequence.order)] as u32,
+        }
     }
 
     fn request(&self, slot: u32) -> &Request {
@@ -408,9 +446,11 @@ impl Drop for Scheduler {
 /// Refuses limits whose tables the machine cannot give: an allocation that fails later would end the process.
 fn check_memory(config: &SchedulerConfig) -> Result<()> {
     let table_entries = config.max_num_seqs.saturating_mul(config.max_blocks_per_seq());
+    let tail_entries = config.max_num_seqs.saturating_mul(config.block_size);
     let cache_entries = config.num_blocks.saturating_mul(config.block_size);
     let tables = [
         ("the block tables (max_num_seqs x max_model_len / block_size)", table_entries),
+        ("the last blocks of running sequences (max_num_seqs x block_size)", tail_entries),
         ("the token store of the prefix cache (num_blocks x block_size)", cache_entries),
     ];
     // All at once, as they will be held; given back here, and made (and zeroed by the system) by their owners.

@@ -1,28 +1,27 @@
-//! Growing a running sequence by a block, and whom it displaces when the pool is exhausted: pins of choices that have not started,
+//! Growing a decoding sequence by a block, and whom it displaces when the pool is exhausted: pins of choices that have not started,
 //! then newer sequences.
 
 use super::Scheduler;
+use super::sequence::Known;
+use crate::block::BlockId;
 
 impl Scheduler {
-    /// Makes sure that the next token of a decode has a slot, preempting newer sequences if it must.
+    /// Makes sure that the next token of a lane has a slot, preempting newer sequences if it must.
     ///
     /// Returns false if the sequence cannot run in this step (it was preempted itself, or waits for a later step).
-    pub(super) fn ensure_slot(&mut self, row: u32) -> bool {
-        let state = self.rows.get(row);
-        if (state.num_computed_tokens as usize) < state.num_blocks as usize * self.config.block_size {
+    pub(super) fn ensure_slot(&mut self, lane: usize) -> bool {
+        if self.lanes.room[lane] > 0 {
             return true;
         }
         loop {
-            if let Some(block) = self.pool.allocate() {
-                let column = self.rows.get(row).num_blocks as usize;
-                self.rows.push_block(row, block);
-                self.table_updates.push(row, column, &[block.as_i32()]);
+            if self.grow(lane) {
                 return true;
             }
             // What waits gives way first; as a last resort also where that frees nothing by itself, since only pins may be left.
             if self.drop_newest_pins(true) {
                 continue;
             }
+            let row = self.lanes.rows[lane] as u32;
             match self.pick_victim(row) {
                 Some(victim) if victim != row => self.preempt(victim),
                 _ if self.drop_newest_pins(false) => {}
@@ -35,6 +34,18 @@ impl Scheduler {
         }
     }
 
+    /// Gives a lane whose blocks are full another one, if there is one.
+    pub(super) fn grow(&mut self, lane: usize) -> bool {
+        let Some(block) = self.pool.allocate() else { return false };
+        let row = self.lanes.rows[lane] as u32;
+        let column = self.rows.get(row).num_blocks as usize;
+        self.rows.push_block(row, block);
+        self.table_updates.push(row, column, &[block.as_i32()]);
+        self.lanes.slots[lane] = block.index() as i64 * self.config.block_size as i64;
+        self.lanes.room[lane] = self.config.block_size as i32;
+        true
+    }
+
     /// The newest sequence not older than `row`'s whose blocks would become free, and that is not in this plan already.
     ///
     /// A sequence all of whose blocks have other holders is chosen only if no other is left: displacing it gains nothing by itself.
@@ -43,11 +54,8 @@ impl Scheduler {
         let beneficiary = self.rows.get(row).order;
         let mut newest = None;
         let mut newer_is_planned = false;
-        for &candidate in self.running.iter().rev() {
+        for candidate in self.running_newest_first() {
             let state = self.rows.get(candidate);
-            if state.request.is_none() {
-                continue;
-            }
             if state.order < beneficiary {
                 break;
             }
@@ -66,6 +74,17 @@ impl Scheduler {
         newest
     }
 
+    /// Rows of running sequences in reverse order of arrival: lanes and prefilling rows, merged.
+    fn running_newest_first(&self) -> impl Iterator<Item = u32> + '_ {
+        let mut decoding = (0..self.lanes.len()).rev().filter_map(|lane| self.lanes.row(lane)).peekable();
+        let mut prefilling =
+            self.prefilling.iter().rev().copied().filter(|&row| self.rows.get(row).is_prefilling()).peekable();
+        let order = |row: Option<&u32>| row.map(|&row| self.rows.get(row).order);
+        std::iter::from_fn(move || {
+            if order(decoding.peek()) > order(prefilling.peek()) { decoding.next() } else { prefilling.next() }
+        })
+    }
+
     /// Whoever holds a block holds its parents too, so the deepest block of a table has the fewest holders.
     fn frees_capacity(&self, row: u32) -> bool {
         let deepest = self.rows.get(row).num_blocks - 1;
@@ -75,14 +94,40 @@ impl Scheduler {
     /// Takes row and blocks from a running sequence; it computes its tokens again when it is admitted next,
     /// before anything that has not started.
     fn preempt(&mut self, row: u32) {
+        let num_lost_tokens = self.num_computed_tokens(row);
+        let known = self.recall(row);
         let state = *self.rows.get(row);
         self.release_row(row);
         let sequence = &mut self.sequences[state.sequence];
         sequence.row = None;
-        sequence.num_lost_tokens = state.num_computed_tokens;
+        sequence.num_lost_tokens = num_lost_tokens;
+        if let Some(known) = known {
+            sequence.known = Some(Box::new(known));
+        }
         let sequences = &self.sequences;
         self.preempted.insert_before_first(state.sequence, |other| sequences[other].order > state.order);
         self.stats.num_preemptions += 1;
+    }
+
+    /// Lists the tokens of a decoding sequence that has given up its own list; its blocks must still be held.
+    fn recall(&self, row: u32) -> Option<Known> {
+        let state = self.rows.get(row);
+        if self.sequences[state.sequence].known.is_some() {
+            return None;
+        }
+        let num_tokens = self.lanes.num_tokens[self.lanes.locate(state.order)] as usize;
+        let num_full = (num_tokens - 1) / self.config.block_size;
+        let mut known = Known { tokens: Vec::with_capacity(num_tokens), hashes: Vec::new() };
+        for &entry in &self.rows.blocks(row)[..num_full] {
+            let block = BlockId::from_table(entry);
+            known.tokens.extend_from_slice(self.pool.tokens(block));
+            if state.may_publish {
+                known.hashes.push(self.pool.hash(block));
+            }
+        }
+        let num_left = num_tokens - known.tokens.len();
+        known.tokens.extend_from_slice(&self.rows.tail(row)[..num_left]);
+        Some(known)
     }
 
     /// Gives back a row and its blocks, deepest first so that eviction reaches children before their parents.
@@ -90,7 +135,12 @@ impl Scheduler {
         while let Some(block) = self.rows.pop_block(row) {
             self.pool.release(block).expect("a block in a table is held");
         }
+        let state = self.rows.get(row);
+        if state.is_decoding {
+            self.lanes.vacate(self.lanes.locate(state.order));
+        } else {
+            self.prefilling_has_gaps = true;
+        }
         self.rows.release(row);
-        self.running_has_gaps = true;
     }
 }

@@ -67,7 +67,7 @@ impl Scheduler {
             let position = request.num_told_prompt_logprobs as usize + offset;
             batch.prompt_logits_index.push(batch.logits_index.len() as i32);
             batch.logits_index.push((first_token + position - row.num_computed_tokens as usize) as i32);
-            batch.prompt_target_ids.push(sequence.tokens[position + 1]);
+            batch.prompt_target_ids.push(sequence.known().tokens[position + 1]);
             batch.prompt_rows.push(planned.row as i32);
             batch.num_prompt_logprobs.push(request.prompt_logprobs.unwrap_or(0) as i32);
         }

@@ -1,9 +1,9 @@
 //! Persistent rows: the place of a running sequence from admission to its end or preemption.
 //!
 //! 1. A row belongs to at most one sequence; the lowest free row is given out first.
-//! 2. While a sequence runs, its row is the only owner of `num_computed_tokens`, of the block table and of how much of it is published.
-//! 3. `num_tokens` and `last_token` mirror the sequence's token list, and some flags its request, so that a decode step reads one cache
-//!    line per sequence.
+//! 2. While a sequence runs, its row is the only owner of its block table. As long as it lacks more than one token, the row also owns
+//!    `num_computed_tokens`; then its lane does (`lanes.rs`), and the row its tail.
+//! 3. The leading full blocks of a row that may publish are published, and no others.
 
 use super::sequence::Order;
 use crate::block::BlockId;
@@ -20,18 +20,17 @@ pub(crate) struct Row {
     pub(super) order: Order,
     /// Its number among the sequences.
     pub(crate) sequence: u32,
-    /// Prompt and generated tokens known.
+    /// Prompt and generated tokens known; stale while it decodes.
     pub(crate) num_tokens: u32,
-    /// Tokens whose keys and values are in the cache.
+    /// Tokens whose keys and values are in the cache; stale while it decodes.
     pub(crate) num_computed_tokens: u32,
     pub(crate) num_prompt_tokens: u32,
-    /// Prompt plus `max_tokens`.
-    pub(crate) max_num_tokens: u32,
-    pub(crate) last_token: i32,
     /// Length of the block table.
     pub(crate) num_blocks: u32,
-    /// Leading blocks that the prefix cache knows.
-    pub(crate) num_published_blocks: u32,
+    /// Blocks that the sequence may need at most: the last token is sampled, never computed.
+    pub(crate) max_blocks: u32,
+    /// It has a lane.
+    pub(crate) is_decoding: bool,
     /// Whether further blocks may be published: not after the prefix cache was reset under the sequence.
     pub(crate) may_publish: bool,
     /// Scheduled in the plan being made.
@@ -40,10 +39,6 @@ pub(crate) struct Row {
     pub(crate) is_forked_from: bool,
     /// Logits of prompt tokens are still wanted.
     pub(crate) wants_prompt_logits: bool,
-    /// EOS does not end it.
-    pub(crate) ignore_eos: bool,
-    /// Its request has stop ids.
-    pub(crate) has_stop_ids: bool,
 }
 
 const _: () = assert!(size_of::<Row>() == 64, "a row is one cache line");
@@ -51,12 +46,18 @@ const _: () = assert!(size_of::<Row>() == 64, "a row is one cache line");
 impl Row {
     /// Tokens that a step could compute now.
     pub(crate) fn num_remaining_tokens(&self) -> u32 {
+        debug_assert!(!self.is_decoding, "the lane knows");
         self.num_tokens - self.num_computed_tokens
     }
 
-    /// Blocks that the sequence may still need beyond its table: the last token is sampled, never computed.
-    pub(crate) fn may_grow(&self, block_size: usize) -> bool {
-        (self.max_num_tokens as usize - 1).div_ceil(block_size) > self.num_blocks as usize
+    /// Whether a sequence has the row and no lane.
+    pub(crate) fn is_prefilling(&self) -> bool {
+        self.request.is_some() && !self.is_decoding
+    }
+
+    /// Whether the sequence may need a block beyond its table.
+    pub(super) fn may_grow(&self) -> bool {
+        self.max_blocks > self.num_blocks
     }
 }
 
@@ -65,16 +66,24 @@ impl Row {
 pub(crate) struct Rows {
     states: Vec<Row>,
     free: FreeRows,
+    /// Rows whose sequence may need further blocks.
+    num_growing: usize,
     pub(crate) tables: BlockTables,
+    /// `[max_num_seqs, block_size]`: tokens of the last, partly filled block of each decoding sequence.
+    tails: Vec<i32>,
+    block_size: usize,
     pub(crate) sampling: SamplingRows,
     freed: Vec<i32>,
 }
 
 impl Rows {
-    pub(crate) fn new(max_num_seqs: usize, max_blocks: usize) -> Self {
+    pub(crate) fn new(max_num_seqs: usize, max_blocks: usize, block_size: usize) -> Self {
         Self {
             states: vec![Row::default(); max_num_seqs],
             free: FreeRows::new(max_num_seqs),
+            num_growing: 0,
+            tails: vec![0; max_num_seqs * block_size],
+            block_size,
             tables: BlockTables { ids: vec![0; max_num_seqs * max_blocks], max_blocks },
             sampling: SamplingRows::new(max_num_seqs),
             freed: Vec::with_capacity(max_num_seqs),
@@ -99,9 +108,15 @@ impl Rows {
         state.request.is_some() && state.order == order
     }
 
+    /// Running sequences that may need a further block.
+    pub(crate) fn num_growing(&self) -> usize {
+        self.num_growing
+    }
+
     /// Gives the lowest free row to a sequence.
     pub(crate) fn acquire(&mut self, state: Row) -> u32 {
         let row = self.free.take_lowest().expect("the caller has seen a free row");
+        self.num_growing += usize::from(state.may_grow());
         self.states[row as usize] = state;
         row
     }
@@ -109,9 +124,15 @@ impl Rows {
     /// Takes the row from its sequence. Its blocks must have been released.
     pub(crate) fn release(&mut self, row: u32) {
         debug_assert_eq!(self.states[row as usize].num_blocks, 0, "blocks are released before their row");
+        self.num_growing -= usize::from(self.states[row as usize].may_grow());
         self.states[row as usize] = Row::default();
         self.free.put(row);
         self.freed.push(row as i32);
+    }
+
+    /// What the sequences in rows compute from now on is not published.
+    pub(crate) fn forbid_publishing(&mut self) {
+        self.states.iter_mut().for_each(|state| state.may_publish = false);
     }
 
     /// Rows released since the last call go to `freed_rows`.
@@ -126,17 +147,38 @@ impl Rows {
 
     /// Appends a block to a row's table.
     pub(crate) fn push_block(&mut self, row: u32, block: BlockId) {
-        let column = self.states[row as usize].num_blocks;
+        let state = &mut self.states[row as usize];
+        let column = state.num_blocks;
+        let could_grow = state.may_grow();
+        state.num_blocks = column + 1;
+        self.num_growing -= usize::from(could_grow && !state.may_grow());
         self.tables.set(row, column, block);
-        self.states[row as usize].num_blocks = column + 1;
     }
 
     /// Removes the deepest block of a row's table.
     pub(crate) fn pop_block(&mut self, row: u32) -> Option<BlockId> {
         let state = &mut self.states[row as usize];
+        let could_grow = state.may_grow();
         state.num_blocks = state.num_blocks.checked_sub(1)?;
+        self.num_growing += usize::from(!could_grow && state.may_grow());
         let column = state.num_blocks;
         Some(self.tables.get(row, column))
+    }
+
+    /// `[block_size]`: tokens of the last block of a decoding sequence; those that are not known yet are stale.
+    pub(crate) fn tail(&self, row: u32) -> &[i32] {
+        &self.tails[row as usize * self.block_size..][..self.block_size]
+    }
+
+    /// Sets the leading tokens of a row's last block.
+    pub(crate) fn set_tail(&mut self, row: u32, tokens: &[i32]) {
+        self.tails[row as usize * self.block_size..][..tokens.len()].copy_from_slice(tokens);
+    }
+
+    /// Notes the token that comes next in a row: `room` places are left in its last block, or 0 if it begins another.
+    pub(crate) fn set_tail_token(&mut self, row: u32, room: i32, token: i32) {
+        let offset = if room == 0 { 0 } else { self.block_size - room as usize };
+        self.tails[row as usize * self.block_size + offset] = token;
     }
 }
 

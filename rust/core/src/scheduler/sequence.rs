@@ -24,15 +24,22 @@ impl Order {
     }
 }
 
+/// Tokens of a sequence that has to compute them.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// Prompt, then generated tokens.
+    pub(super) tokens: Vec<i32>,
+    /// Chained hash of each leading full block, as far as it was needed.
+    pub(super) hashes: Vec<u64>,
+}
+
 /// A choice that has started and not ended.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) request: RequestId,
     pub(super) order: Order,
-    /// Prompt, then generated tokens.
-    pub(super) tokens: Vec<i32>,
-    /// Chained hash of each leading full block, as far as it was needed.
-    pub(super) hashes: Vec<u64>,
+    /// Absent = it decodes.
+    pub(super) known: Option<Box<Known>>,
     /// Where its prefix begins; the request holds the reference.
     pub(super) root: RootId,
     pub(super) root_hash: u64,
@@ -45,11 +52,22 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// What a sequence knows that waits or computes more than its last token.
+    pub(super) fn known(&self) -> &Known {
+        self.known.as_ref().expect("only a decoding sequence has given up its list of tokens")
+    }
+
+    pub(super) fn known_mut(&mut self) -> &mut Known {
+        self.known.as_mut().expect("only a decoding sequence has given up its list of tokens")
+    }
+
     /// Knows the hash of each of its first `num_blocks` blocks, all of them full.
     pub(super) fn hash_blocks(&mut self, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
-        for index in self.hashes.len()..num_blocks {
-            let parent = self.hashes.last().copied().unwrap_or(self.root_hash);
-            self.hashes.push(hasher.extend(parent, &self.tokens[index * block_size..][..block_size]));
+        let root_hash = self.root_hash;
+        let Known { tokens, hashes } = self.known_mut();
+        for index in hashes.len()..num_blocks {
+            let parent = hashes.last().copied().unwrap_or(root_hash);
+            hashes.push(hasher.extend(parent, &tokens[index * block_size..][..block_size]));
         }
     }
 }

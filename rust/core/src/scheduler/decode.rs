@@ -1,0 +1,278 @@
+//! Decoding: who has a lane, which lanes run in a step, and what their tokens bring.
+//!
+//! The usual step runs all lanes: it is planned and committed with passes over arrays, and only notable lanes (a block is full, an end)
+//! are looked at one by one. If the budget or the memory does not reach all, they take turns.
+
+use std::ops::Range;
+
+use super::Scheduler;
+use super::commit::Sample;
+use super::lanes::{HAS_STOP_IDS, IGNORES_EOS, IS_UNSAMPLED, Lane};
+use crate::batch::StepResult;
+use crate::block::{BlockId, Parent, Published};
+use crate::request::FinishReason;
+
+/// Lanes of the batch in flight, or being made.
+#[derive(Debug, Default)]
+pub(super) struct PlannedLanes {
+    /// All lanes there were.
+    num_all: usize,
+    /// Otherwise these.
+    listed: Vec<u32>,
+}
+
+impl PlannedLanes {
+    pub(super) fn with_capacity(max_num_seqs: usize) -> Self {
+        Self { num_all: 0, listed: Vec::with_capacity(max_num_seqs) }
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.num_all = 0;
+        self.listed.clear();
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.num_all + self.listed.len()
+    }
+
+    pub(super) fn are_all(&self) -> bool {
+        self.num_all > 0
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.num_all).chain(self.listed.iter().map(|&lane| lane as usize))
+    }
+}
+
+impl Scheduler {
+    /// Gives a lane to a prefilling sequence that lacks exactly one token: the last it knew, or the one that was just sampled.
+    pub(super) fn enter_lane(&mut self, row: u32, sampled: Option<i32>) {
+        let state = *self.rows.get(row);
+        let sequence = &self.sequences[state.sequence];
+        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let known = &sequence.known().tokens;
+        let (num_computed, block_size) = (state.num_computed_tokens as usize, self.config.block_size);
+        debug_assert_eq!(known.len() + usize::from(sampled.is_some()), num_computed + 1);
+        let (last_block, offset) = (num_computed / block_size, num_computed % block_size);
+        let room = state.num_blocks as usize * block_size - num_computed;
+        let first_slot = if room > 0 { self.rows.blocks(row)[last_block] as usize * block_size } else { 0 };
+        let token = sampled.unwrap_or_else(|| known[num_computed]);
+        let mut flags = if sampled.is_some() { 0 } else { IS_UNSAMPLED };
+        flags |= if request.ignore_eos { IGNORES_EOS } else { 0 };
+        flags |= if request.stop_token_ids.is_empty() { 0 } else { HAS_STOP_IDS };
+        let lane = Lane {
+            rows: row as i32,
+            orders: state.order,
+            request_ids: request.id.as_u64(),
+            choice_ids: state.order.choice() as i32,
+            tokens: token,
+            num_tokens: num_computed as i32 + 1,
+            num_output_tokens: num_computed as i32 + 1 - request.num_prompt_tokens as i32,
+            max_num_tokens: request.max_num_tokens as i32,
+            slots: (first_slot + offset) as i64,
+            room: room as i32,
+            extras_below: i32::try_from(self.rows.sampling.extras_below[row as usize]).unwrap_or(i32::MAX),
+            num_logprobs: request.sampling.logprobs.map_or(-1, |count| count as i8),
+            flags,
+        };
+        self.rows.set_tail(row, &known[last_block * block_size..num_computed]);
+        self.rows.set_tail_token(row, lane.room, token);
+        self.lanes.insert(lane);
+        self.rows.get_mut(row).is_decoding = true;
+        self.prefilling_has_gaps = true;
+        if sampled.is_some() {
+            self.sequences[state.sequence].known = None;
+        }
+    }
+
+    /// Schedules the lanes, all of them if budget and memory reach that far; returns the budget that is left.
+    pub(super) fn plan_decodes(&mut self, budget: usize) -> usize {
+        self.lanes.find_full(&mut self.notable);
+        let num_lanes = self.lanes.len();
+        if num_lanes > budget || self.notable.len() > self.pool.num_available() {
+            return self.plan_decodes_in_turn(budget);
+        }
+        for index in 0..self.notable.len() {
+            let has_grown = self.grow(self.notable[index] as usize);
+            debug_assert!(has_grown, "the blocks were counted");
+        }
+        self.planned_lanes.num_all = num_lanes;
+        budget - num_lanes
+    }
+
+    /// Schedules lanes, oldest first, as far as budget and memory last. If the budget does not reach all, they take turns.
+    fn plan_decodes_in_turn(&mut self, mut budget: usize) -> usize {
+        let num_lanes = self.lanes.len();
+        let take_turns = num_lanes > budget;
+        let start = if take_turns { self.lanes.first_from(self.rotation) % num_lanes } else { 0 };
+        let mut first_left_out = None;
+        for offset in 0..num_lanes {
+            let lane = (start + offset) % num_lanes;
+            let Some(row) = self.lanes.row(lane) else { continue };
+            if budget > 0 && self.ensure_slot(lane) {
+                budget -= 1;
+                self.rows.get_mut(row).is_planned = true;
+                self.planned_lanes.listed.push(lane as u32);
+            } else if self.lanes.row(lane).is_some() {
+                first_left_out = first_left_out.or(Some(self.lanes.orders[lane]));
+            }
+        }
+        // Only the choice of victims asks for it.
+        for lane in self.planned_lanes.iter() {
+            self.rows.get_mut(self.lanes.rows[lane] as u32).is_planned = false;
+        }
+        if let (true, Some(order)) = (take_turns, first_left_out) {
+            self.rotation = order;
+        }
+        budget
+    }
+
+    /// Commits the lanes of the batch in flight with the leading samples of its (checked) result.
+    pub(super) fn commit_decodes(&mut self, result: &StepResult<'_>) {
+        let num_planned = self.planned_lanes.len();
+        if self.planned_lanes.are_all() && result.row_error.is_none() && result.logprobs.is_none() {
+            self.commit_all_lanes(&result.token_ids[..num_planned]);
+            return;
+        }
+        let planned_lanes = std::mem::take(&mut self.planned_lanes);
+        for (index, lane) in planned_lanes.iter().enumerate() {
+            if self.lanes.row(lane).is_some() {
+                self.commit_lane(lane, Sample::of(result, index), result);
+            }
+        }
+        self.planned_lanes = planned_lanes;
+    }
+
+    fn commit_all_lanes(&mut self, tokens: &[i32]) {
+        let mut kept = std::mem::take(&mut self.kept_tokens);
+        let tokens = if self.lanes.has_gaps() {
+            kept.clear();
+            kept.extend_from_slice(tokens);
+            self.lanes.compact_values(&mut kept);
+            self.lanes.compact();
+            &kept[..]
+        } else {
+            tokens
+        };
+        let first_event = self.output.len();
+        self.push_tokens(0..tokens.len(), tokens);
+        self.lanes.advance(tokens);
+        self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
+        // In order: what one publishes, the next may share; what one gives back, the next may get.
+        for index in 0..self.notable.len() {
+            let lane = self.notable[index] as usize;
+            self.settle(lane, first_event + lane);
+        }
+        for ((&row, &room), &token) in self.lanes.rows.iter().zip(&self.lanes.room).zip(tokens) {
+            // Those that have just ended need it no more.
+            if row >= 0 {
+                self.rows.set_tail_token(row as u32, room, token);
+            }
+        }
+        self.kept_tokens = kept;
+    }
+
+    fn commit_lane(&mut self, lane: usize, sample: Sample, result: &StepResult<'_>) {
+        let row = self.lanes.rows[lane] as u32;
+        self.lanes.advance_one(lane, sample.token);
+        if let Some(message) = sample.error_message() {
+            let sequence = self.rows.get(row).sequence;
+            self.fail_sequence(sequence, &message.into());
+            return;
+        }
+        let num_logprobs = self.lanes.num_logprobs[lane];
+        if let (0.., Some(matrix)) = (num_logprobs, &result.logprobs) {
+            // The next event is that of this token.
+            self.output.logprob_events.push(self.output.len() as i32);
+            self.output.logprobs.push_from(matrix, sample.index, num_logprobs as usize);
+        }
+        // The ends of a failed request may have taken the room that was made for all samples.
+        self.make_room_for_events(1);
+        let event = self.output.len();
+        self.push_tokens(lane..lane + 1, &[sample.token]);
+        self.settle(lane, event);
+        if self.lanes.row(lane).is_some() {
+            self.rows.set_tail_token(row, self.lanes.room[lane], sample.token);
+        }
+    }
+
+    /// Tells of the new tokens of lanes.
+    pub(super) fn push_tokens(&mut self, lanes: Range<usize>, tokens: &[i32]) {
+        self.stats.num_output_tokens += tokens.len() as u64;
+        self.output.push_tokens(&self.lanes.request_ids[lanes.clone()], &self.lanes.choice_ids[lanes], tokens);
+    }
+
+    /// Does what a lane's new token brings besides the token: a full block, a computed prompt, an end.
+    fn settle(&mut self, lane: usize, event: usize) {
+        let row = self.lanes.rows[lane] as u32;
+        if self.lanes.room[lane] == 0 {
+            self.publish_last_block(row);
+        }
+        if self.lanes.flags[lane] & IS_UNSAMPLED != 0 {
+            self.lanes.flags[lane] &= !IS_UNSAMPLED;
+            if self.rows.get(row).is_forked_from {
+                self.fork(row);
+            }
+            self.sequences[self.rows.get(row).sequence].known = None;
+        }
+        self.end_if_due(lane, event);
+    }
+
+    /// Ends the sequence of a lane if its last token, told by `event`, was the last of all.
+    pub(super) fn end_if_due(&mut self, lane: usize, event: usize) {
+        if let Some((reason, stop_id)) = self.end_of(lane) {
+            self.output.finish_reasons[event] = reason as u8;
+            self.output.stop_ids[event] = stop_id;
+            let row = self.lanes.rows[lane] as u32;
+            self.forget_sequence(self.rows.get(row).sequence, reason);
+        }
+    }
+
+    /// How the last token of a lane ends its sequence, if it does, and the stop id (or -1).
+    fn end_of(&self, lane: usize) -> Option<(FinishReason, i32)> {
+        let (token, flags) = (self.lanes.tokens[lane], self.lanes.flags[lane]);
+        if flags & IGNORES_EOS == 0 && self.config.eos_token_ids.contains(&token) {
+            return Some((FinishReason::Stop, -1));
+        }
+        if flags & HAS_STOP_IDS != 0 {
+            let sequence = self.rows.get(self.lanes.rows[lane] as u32).sequence;
+            let request = self.request(self.sequences[sequence].request.slot());
+            if request.stop_token_ids.contains(&token) {
+                return Some((FinishReason::Stop, token));
+            }
+        }
+        (self.lanes.num_tokens[lane] >= self.lanes.max_num_tokens[lane]).then_some((FinishReason::Length, -1))
+    }
+
+    /// Publishes the last block of a row, which its tail has just filled, or keeps its tokens.
+    fn publish_last_block(&mut self, row: u32) {
+        let state = *self.rows.get(row);
+        let column = state.num_blocks - 1;
+        let block = self.rows.tables.get(row, column);
+        if !state.may_publish {
+            self.pool.store(block, self.rows.tail(row));
+            return;
+        }
+        let (parent, parent_hash) = if column == 0 {
+            let sequence = &self.sequences[state.sequence];
+            (Parent::Root(sequence.root), sequence.root_hash)
+        } else {
+            let parent = self.rows.tables.get(row, column - 1);
+            (Parent::Block(parent), self.pool.hash(parent))
+        };
+        let tokens = self.rows.tail(row);
+        let hash = self.shared.hasher.extend(parent_hash, tokens);
+        if let Published::Duplicate(other) = self.pool.publish(block, parent, hash, tokens) {
+            self.exchange(row, column, other);
+        }
+    }
+
+    /// Puts a published block in the place of an equal one, because what is published below it must have a published parent.
+    pub(super) fn exchange(&mut self, row: u32, column: u32, other: BlockId) {
+        let block = self.rows.tables.get(row, column);
+        self.pool.acquire(other);
+        self.pool.release(block).expect("a block in a table is held");
+        self.rows.tables.set(row, column, other);
+        self.table_updates.push(row, column as usize, &[other.as_i32()]);
+    }
+}

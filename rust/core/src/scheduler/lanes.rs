@@ -1,0 +1,292 @@
+//! Lanes: what changes with every token of a decoding sequence, as arrays over all of them.
+//!
+//! 1. Every running sequence that lacks exactly one token has a lane, from the commit (or the admission of a group) that left it so to its
+//!    end or preemption. Lanes stand in order of arrival and keep their numbers from a plan to its commit.
+//! 2. While it has a lane, the lane is the only owner of how many tokens are known and computed (one less) and where the next one goes.
+//! 3. The tokens of its full blocks stand in the block pool, those of the last block in the row's tail (`Rows::tail`).
+//!
+//! A step in which everybody decodes is then a handful of passes over arrays: the arrays of a batch are copies of these.
+
+use super::sequence::Order;
+
+/// `rows` of a lane whose sequence has ended or was preempted, until `compact`.
+pub(super) const VACANT: i32 = -1;
+
+/// It has stop token ids of its own.
+pub(super) const HAS_STOP_IDS: u8 = 1;
+/// EOS does not end it.
+pub(super) const IGNORES_EOS: u8 = 2;
+/// Nothing was sampled in this lane: its next token is the last of the prompt, or of what is computed again.
+pub(super) const IS_UNSAMPLED: u8 = 4;
+
+macro_rules! lanes {
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
+        /// One lane, to be inserted.
+        #[derive(Debug, Clone, Copy)]
+        pub(super) struct Lane {
+            $($(#[$doc])* pub(super) $name: $type,)*
+        }
+
+        /// All lanes, one array for each of their fields.
+        #[derive(Debug)]
+        pub(super) struct Lanes {
+            $($(#[$doc])* pub(super) $name: Vec<$type>,)*
+            /// Vacant ones.
+            gaps: Vec<u32>,
+        }
+
+        impl Lanes {
+            pub(super) fn new(max_num_seqs: usize) -> Self {
+                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs) }
+            }
+
+            fn insert_at(&mut self, at: usize, lane: Lane) {
+                $(self.$name.insert(at, lane.$name);)*
+            }
+
+            fn move_run(&mut self, from: std::ops::Range<usize>, to: usize) {
+                $(self.$name.copy_within(from.clone(), to);)*
+            }
+
+            fn truncate(&mut self, len: usize) {
+                $(self.$name.truncate(len);)*
+            }
+        }
+    };
+}
+
+lanes! {
+    /// Row of the sequence, or `VACANT`.
+    rows: i32,
+    /// Place of the sequence in the order of arrival.
+    orders: Order,
+    /// Its request.
+    request_ids: u64,
+    /// Its number within the request.
+    choice_ids: i32,
+    /// The last known token: the one to run next.
+    tokens: i32,
+    /// Tokens known, the next to run included.
+    num_tokens: i32,
+    /// Of these, generated ones.
+    num_output_tokens: i32,
+    /// Prompt plus `max_tokens`.
+    max_num_tokens: i32,
+    /// Where keys and values of the next token go; meaningless while `room` is 0.
+    slots: i64,
+    /// Places left in the last block; 0 = the next token needs a new one.
+    room: i32,
+    /// Output tokens below which it has more sampling parameters than the scalar ones (`SamplingRows::extras_below`).
+    extras_below: i32,
+    /// Most likely ids that its request wants with each sample; -1 = nothing.
+    num_logprobs: i8,
+    /// `HAS_STOP_IDS` and so on.
+    flags: u8,
+}
+
+impl Lanes {
+    /// All lanes, vacant ones included.
+    pub(super) fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Sequences that have a lane.
+    pub(super) fn num_live(&self) -> usize {
+        self.rows.len() - self.gaps.len()
+    }
+
+    pub(super) fn has_gaps(&self) -> bool {
+        !self.gaps.is_empty()
+    }
+
+    /// The row of a lane, unless it is vacant.
+    pub(super) fn row(&self, lane: usize) -> Option<u32> {
+        let row = self.rows[lane];
+        (row != VACANT).then_some(row as u32)
+    }
+
+    /// The lane of the sequence at this place in the order of arrival, which has one. O(log lanes).
+    pub(super) fn locate(&self, order: Order) -> usize {
+        self.orders.binary_search(&order).expect("a decoding sequence has a lane")
+    }
+
+    /// The first lane that is not before this place.
+    pub(super) fn first_from(&self, order: Order) -> usize {
+        self.orders.partition_point(|&other| other < order)
+    }
+
+    /// Gives a sequence a lane in its place; nearly always the last one.
+    pub(super) fn insert(&mut self, lane: Lane) {
+        let at = match self.orders.last() {
+            Some(&last) if last > lane.orders => self.first_from(lane.orders),
+            _ => self.len(),
+        };
+        for gap in &mut self.gaps {
+            *gap += u32::from(*gap as usize >= at);
+        }
+        self.insert_at(at, lane);
+    }
+
+    /// Takes the lane from its sequence.
+    pub(super) fn vacate(&mut self, lane: usize) {
+        debug_assert_ne!(self.rows[lane], VACANT, "a lane is vacated once");
+        self.rows[lane] = VACANT;
+        self.gaps.push(lane as u32);
+    }
+
+    /// Removes vacant lanes.
+    pub(super) fn compact(&mut self) {
+        let mut gaps = std::mem::take(&mut self.gaps);
+        gaps.sort_unstable();
+        let len = self.len();
+        let end = for_each_run(&gaps, len, |run, to| self.move_run(run, to));
+        self.truncate(end);
+        gaps.clear();
+        self.gaps = gaps;
+    }
+
+    /// Removes from `values`, one for each lane, those of vacant ones.
+    pub(super) fn compact_values(&mut self, values: &mut Vec<i32>) {
+        self.gaps.sort_unstable();
+        let end = for_each_run(&self.gaps, values.len(), |run, to| values.copy_within(run, to));
+        values.truncate(end);
+    }
+
+    /// Every lane has computed its token and got the next one.
+    pub(super) fn advance(&mut self, tokens: &[i32]) {
+        self.tokens.copy_from_slice(tokens);
+        self.num_tokens.iter_mut().for_each(|count| *count += 1);
+        self.num_output_tokens.iter_mut().for_each(|count| *count += 1);
+        self.slots.iter_mut().for_each(|slot| *slot += 1);
+        self.room.iter_mut().for_each(|room| *room -= 1);
+    }
+
+    /// The same for one lane.
+    pub(super) fn advance_one(&mut self, lane: usize, token: i32) {
+        self.tokens[lane] = token;
+        self.num_tokens[lane] += 1;
+        self.num_output_tokens[lane] += 1;
+        self.slots[lane] += 1;
+        self.room[lane] -= 1;
+    }
+
+    /// Lists the lanes that need a look after `advance`: a block is full, the length is reached, the token is one of `eos`, or it has flags.
+    pub(super) fn find_notable(&self, eos: &[i32], notable: &mut Vec<u32>) {
+        notable.clear();
+        notable.resize(self.len(), 0);
+        let num_found = if eos.iter().any(|&eos| contains(&self.tokens, eos)) {
+            self.collect(notable, |token| eos.contains(&token))
+        } else {
+            self.collect(notable, |_| false)
+        };
+        notable.truncate(num_found);
+    }
+
+    /// One pass without branches: each lane is written, and kept if it is notable.
+    fn collect(&self, notable: &mut [u32], is_eos: impl Fn(i32) -> bool) -> usize {
+        let mut num_found = 0;
+        let fields =
+            self.room.iter().zip(&self.num_tokens).zip(&self.max_num_tokens).zip(&self.flags).zip(&self.tokens);
+        for (lane, ((((&room, &num_tokens), &max_num_tokens), &flags), &token)) in (0..).zip(fields) {
+            notable[num_found] = lane;
+            let is_notable = (room == 0) | (num_tokens >= max_num_tokens) | (flags & !IGNORES_EOS != 0) | is_eos(token);
+            num_found += usize::from(is_notable);
+        }
+        num_found
+    }
+
+    /// Lists the lanes whose next token needs a new block.
+    pub(super) fn find_full(&self, full: &mut Vec<u32>) {
+        full.clear();
+        full.resize(self.len(), 0);
+        let mut num_found = 0;
+        for (lane, &room) in (0..).zip(&self.room) {
+            full[num_found] = lane;
+            num_found += usize::from(room == 0);
+        }
+        full.truncate(num_found);
+    }
+}
+
+/// Calls `move_run` with each run of values between `gaps` (ascending) that has to move, and where to; returns how many values remain.
+fn for_each_run(gaps: &[u32], len: usize, mut move_run: impl FnMut(std::ops::Range<usize>, usize)) -> usize {
+    let Some(&first) = gaps.first() else { return len };
+    let mut to = first as usize;
+    for (index, &gap) in gaps.iter().enumerate() {
+        let run = gap as usize + 1..gaps.get(index + 1).map_or(len, |&next| next as usize);
+        let run_len = run.len();
+        if run_len > 0 {
+            move_run(run, to);
+        }
+        to += run_len;
+    }
+    to
+}
+
+fn contains(tokens: &[i32], wanted: i32) -> bool {
+    tokens.iter().fold(false, |found, &token| found | (token == wanted))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lane(arrival: u64) -> Lane {
+        Lane {
+            rows: arrival as i32,
+            orders: Order::new(arrival, 0),
+            request_ids: arrival,
+            choice_ids: 0,
+            tokens: arrival as i32,
+            num_tokens: 5,
+            num_output_tokens: 1,
+            max_num_tokens: 9,
+            slots: 4,
+            room: 4,
+            extras_below: 0,
+            num_logprobs: -1,
+            flags: 0,
+        }
+    }
+
+    #[test]
+    fn lanes_stay_in_order_and_values_follow_them() {
+        let mut lanes = Lanes::new(8);
+        for arrival in [0, 1, 2, 5, 6, 7, 4] {
+            lanes.insert(lane(arrival));
+        }
+        assert_eq!(lanes.rows, [0, 1, 2, 4, 5, 6, 7]);
+        for arrival in [7, 0, 4] {
+            lanes.vacate(lanes.locate(Order::new(arrival, 0)));
+        }
+        assert_eq!((lanes.len(), lanes.num_live(), lanes.row(0), lanes.row(1)), (7, 4, None, Some(1)));
+        let mut values = vec![10, 11, 12, 14, 15, 16, 17];
+        lanes.compact_values(&mut values);
+        lanes.compact();
+        assert_eq!(values, [11, 12, 15, 16]);
+        assert_eq!(lanes.rows, [1, 2, 5, 6]);
+        assert_eq!(lanes.orders, [1, 2, 5, 6].map(|arrival| Order::new(arrival, 0)));
+        assert_eq!((lanes.len(), lanes.has_gaps(), lanes.first_from(Order::new(3, 0))), (4, false, 2));
+    }
+
+    #[test]
+    fn a_lane_is_notable_for_each_reason_by_itself() {
+        let mut lanes = Lanes::new(8);
+        for arrival in 0..6 {
+            lanes.insert(lane(arrival));
+        }
+        lanes.room[1] = 1;
+        lanes.max_num_tokens[2] = 6;
+        lanes.flags[3] = HAS_STOP_IDS;
+        lanes.flags[5] = IGNORES_EOS;
+        lanes.advance(&[20, 21, 22, 23, 24, 25]);
+        let mut notable = Vec::new();
+        lanes.find_notable(&[99], &mut notable);
+        assert_eq!(notable, [1, 2, 3]);
+        lanes.find_notable(&[99, 24], &mut notable);
+        assert_eq!(notable, [1, 2, 3, 4]);
+        lanes.find_full(&mut notable);
+        assert_eq!(notable, [1]);
+        assert_eq!((lanes.num_tokens[0], lanes.slots[0], lanes.room[0]), (6, 5, 3));
+    }
+}

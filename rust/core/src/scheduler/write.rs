@@ -1,0 +1,122 @@
+//! Writing the arrays of a planned batch: lanes, then the other sequences with one query token, then chunks.
+
+use super::{Planned, Scheduler};
+
+impl Scheduler {
+    pub(super) fn write_batch(&mut self) {
+        if self.planned_lanes.are_all() {
+            self.write_all_lanes();
+        } else {
+            let planned_lanes = std::mem::take(&mut self.planned_lanes);
+            planned_lanes.iter().for_each(|lane| self.write_lane(lane));
+            self.planned_lanes = planned_lanes;
+        }
+        for index in 0..self.singles.len() {
+            self.write_sequence(self.singles[index]);
+        }
+        for index in 0..self.chunks.len() {
+            self.write_sequence(self.chunks[index]);
+        }
+        let batch = &mut self.buffers[self.current].batch;
+        batch.step_id = self.step_id;
+        batch.num_decodes = self.planned_lanes.len() + self.singles.len();
+        self.rows.report_freed(&mut batch.freed_rows);
+        std::mem::swap(&mut batch.block_table_updates, &mut self.table_updates);
+        self.table_updates.clear();
+        self.in_flight = batch.num_seqs() > 0;
+        self.stats.num_steps += u64::from(self.in_flight);
+        self.stats.num_scheduled_tokens += batch.num_tokens() as u64;
+    }
+
+    /// The batch is empty so far: its leading part is a copy of the lanes.
+    fn write_all_lanes(&mut self) {
+        let lanes = &self.lanes;
+        let num_lanes = self.planned_lanes.len();
+        let batch = &mut self.buffers[self.current].batch;
+        batch.token_ids.extend_from_slice(&lanes.tokens);
+        batch.positions.extend(lanes.num_tokens.iter().map(|count| count - 1));
+        batch.slot_mapping.extend_from_slice(&lanes.slots);
+        batch.query_start.extend(1..=num_lanes as i32);
+        batch.seq_lens.extend_from_slice(&lanes.num_tokens);
+        batch.row_ids.extend_from_slice(&lanes.rows);
+        batch.request_ids.extend_from_slice(&lanes.request_ids);
+        batch.choice_ids.extend_from_slice(&lanes.choice_ids);
+        batch.logits_index.extend(0..num_lanes as i32);
+        batch.sample_index.extend(0..num_lanes as i32);
+        batch.sample_rows.extend_from_slice(&lanes.rows);
+        batch.sample_positions.extend_from_slice(&lanes.num_output_tokens);
+        batch.sample_choices.extend_from_slice(&lanes.choice_ids);
+        batch.max_query_len = 1;
+        batch.max_seq_len = lanes.num_tokens.iter().fold(0, |longest, &count| longest.max(count)) as usize;
+        let counts = lanes.num_output_tokens.iter().zip(&lanes.extras_below);
+        batch.has_sampling_extras = counts.fold(false, |has, (count, below)| has | (count < below));
+    }
+
+    fn write_lane(&mut self, lane: usize) {
+        let lanes = &self.lanes;
+        let batch = &mut self.buffers[self.current].batch;
+        let token = batch.token_ids.len() as i32;
+        batch.token_ids.push(lanes.tokens[lane]);
+        batch.positions.push(lanes.num_tokens[lane] - 1);
+        batch.slot_mapping.push(lanes.slots[lane]);
+        batch.query_start.push(token + 1);
+        batch.seq_lens.push(lanes.num_tokens[lane]);
+        batch.row_ids.push(lanes.rows[lane]);
+        batch.request_ids.push(lanes.request_ids[lane]);
+        batch.choice_ids.push(lanes.choice_ids[lane]);
+        batch.sample_index.push(batch.logits_index.len() as i32);
+        batch.logits_index.push(token);
+        batch.sample_rows.push(lanes.rows[lane]);
+        batch.sample_positions.push(lanes.num_output_tokens[lane]);
+        batch.sample_choices.push(lanes.choice_ids[lane]);
+        batch.max_query_len = 1;
+        batch.max_seq_len = batch.max_seq_len.max(lanes.num_tokens[lane] as usize);
+        batch.has_sampling_extras |= lanes.num_output_tokens[lane] < lanes.extras_below[lane];
+    }
+
+    fn write_sequence(&mut self, planned: Planned) {
+        let block_size = self.config.block_size;
+        let row = self.rows.get(planned.row);
+        let id = row.request.expect("a planned row has a sequence");
+        let choice = planned.order.choice() as i32;
+        let batch = &mut self.buffers[self.current].batch;
+        let (start, end) = (row.num_computed_tokens, row.num_computed_tokens + planned.num_tokens);
+        let tokens = &self.sequences[row.sequence].known().tokens;
+        batch.token_ids.extend_from_slice(&tokens[start as usize..end as usize]);
+        batch.positions.extend(start as i32..end as i32);
+        let table = self.rows.blocks(planned.row);
+        write_slots(&mut batch.slot_mapping, table, start as usize, end as usize, block_size);
+        batch.query_start.push(batch.token_ids.len() as i32);
+        batch.seq_lens.push(end as i32);
+        batch.row_ids.push(planned.row as i32);
+        batch.request_ids.push(id.as_u64());
+        batch.choice_ids.push(choice);
+        batch.max_query_len = batch.max_query_len.max(planned.num_tokens as usize);
+        batch.max_seq_len = batch.max_seq_len.max(end as usize);
+        if planned.num_prompt_logits > 0 {
+            self.write_prompt_logits(planned);
+        }
+        let row = self.rows.get(planned.row);
+        let batch = &mut self.buffers[self.current].batch;
+        if planned.is_sampled {
+            batch.sample_index.push(batch.logits_index.len() as i32);
+            batch.logits_index.push(batch.token_ids.len() as i32 - 1);
+            batch.sample_rows.push(planned.row as i32);
+            let num_output_tokens = row.num_tokens - row.num_prompt_tokens;
+            batch.sample_positions.push(num_output_tokens as i32);
+            batch.sample_choices.push(choice);
+            batch.has_sampling_extras |= num_output_tokens < self.rows.sampling.extras_below[planned.row as usize];
+        }
+    }
+}
+
+/// Slots of positions `start..end`, block by block.
+fn write_slots(slots: &mut Vec<i64>, table: &[i32], start: usize, end: usize, block_size: usize) {
+    let mut position = start;
+    while position < end {
+        let block_end = end.min((position / block_size + 1) * block_size);
+        let first = i64::from(table[position / block_size]) * block_size as i64 + (position % block_size) as i64;
+        slots.extend(first..first + (block_end - position) as i64);
+        position = block_end;
+    }
+}
