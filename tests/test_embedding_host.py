@@ -362,14 +362,14 @@ def children(tiny):
 def test_ctrl_c_ends_a_blocking_call_and_leaves_the_engine_usable(children, call):
     exit_code, seconds = children[call]
     assert exit_code == 5
-    assert seconds - children["nothing"][1] < 2
+    assert seconds - children["nothing"][1] < 10
 
 
 @pytest.mark.parametrize("ending", EXITS)
 def test_the_interpreter_exits_with_requests_running(children, ending):
     exit_code, seconds = children[ending]
     assert exit_code == 0
-    assert seconds - children["nothing"][1] < 2
+    assert seconds - children["nothing"][1] < 10
 
 
 def test_e14_a_host_keeps_its_signal_handlers_whatever_it_does_with_engines(children):

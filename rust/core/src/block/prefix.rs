@@ -141,7 +141,7 @@ impl PrefixCache {
 
     /// The upper half of the hash scaled to the number of buckets: any number of them will do, and no division.
     fn bucket(&self, hash: u64) -> usize {
-        ((hash >> 32) * self.buckets.len() as u64 >> 32) as usize
+        (((hash >> 32) * self.buckets.len() as u64) >> 32) as usize
     }
 
     /// Blocks that some bucket leads to, for the invariant check.

@@ -189,7 +189,8 @@ impl Lanes {
             self.room.iter().zip(&self.num_tokens).zip(&self.max_num_tokens).zip(&self.flags).zip(&self.tokens);
         for (lane, ((((&room, &num_tokens), &max_num_tokens), &flags), &token)) in (0..).zip(fields) {
             notable[num_found] = lane;
-            let is_notable = (room == 0) | (num_tokens >= max_num_tokens) | (flags & !IGNORES_EOS != 0) | is_eos(token);
+            let has_ended = u8::from(num_tokens >= max_num_tokens) | u8::from(is_eos(token));
+            let is_notable = has_ended | u8::from(room == 0) | u8::from(flags & !IGNORES_EOS != 0);
             num_found += usize::from(is_notable);
         }
         num_found
@@ -224,7 +225,8 @@ fn for_each_run(gaps: &[u32], len: usize, mut move_run: impl FnMut(std::ops::Ran
 }
 
 fn contains(tokens: &[i32], wanted: i32) -> bool {
-    tokens.iter().fold(false, |found, &token| found | (token == wanted))
+    // Without a way out of the middle it is a vector loop.
+    tokens.iter().fold(0, |found, &token| found | u8::from(token == wanted)) != 0
 }
 
 #[cfg(test)]

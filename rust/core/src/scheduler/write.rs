@@ -49,7 +49,7 @@ impl Scheduler {
         batch.max_query_len = 1;
         batch.max_seq_len = lanes.num_tokens.iter().fold(0, |longest, &count| longest.max(count)) as usize;
         let counts = lanes.num_output_tokens.iter().zip(&lanes.extras_below);
-        batch.has_sampling_extras = counts.fold(false, |has, (count, below)| has | (count < below));
+        batch.has_sampling_extras = counts.fold(0, |has, (count, below)| has | u8::from(count < below)) != 0;
     }
 
     fn write_lane(&mut self, lane: usize) {
