@@ -100,7 +100,7 @@ def count_steps(guard: Path, load: str) -> list[int]:
         counts = [read_total(path.read_text()) for path in dumps]
     if len(counts) != int(said) or min(counts, default=0) == 0:
         raise NotMeasuredError(
-            f"{load}: {said.strip()} steps, but {len(counts)} counts: does callgrind see {MEASURED}?"
+            f"{load}: {said.strip()} steps, but {len(counts)} counts; callgrind must see {MEASURED}"
         )
     return counts
 
@@ -180,8 +180,8 @@ def main() -> int:
         print_table(key, figures, ceilings)
     if above:
         print(
-            f"bench-guard: above the ceiling: {', '.join(above)}. Find what got slower, or raise the "
-            "ceiling with `benches/guard/run.py --update REASON` and the reason in docs/benchmarks.md",
+            f"bench-guard: above the ceiling: {', '.join(above)}. Find what got slower, or raise "
+            "it with `benches/guard/run.py --update REASON` and the reason in docs/benchmarks.md",
             file=sys.stderr,
         )
     return 1 if above else 0
