@@ -13,6 +13,7 @@ PROFILE ?= checked
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 MUTANTS ?=
+BENCH_ARGS ?=
 # The oldest glibc that the wheel of `make dist` runs on; zig links against it whatever is installed.
 MANYLINUX ?= manylinux_2_28
 PYTHON_SOURCES := python tests benches kernels scripts
@@ -20,6 +21,10 @@ PYTHON_SOURCES := python tests benches kernels scripts
 # Loom's own build: another cfg means other artefacts. Link-time optimisation buys it nothing.
 LOOM := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom CARGO_PROFILE_RELEASE_LTO=off \
 	CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 cargo test --locked -p cbrs-core --test loom --release
+
+# The Rust benchmarks are a workspace of their own.
+BENCHES := --manifest-path benches/Cargo.toml
+IN_BENCHES := CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-$(abspath target/benches)}"
 
 # Everything but the wheel is built with the profile `checked`, so that one build of the dependencies
 # serves the extension, the Rust tests, the lints and the documentation.
@@ -70,17 +75,20 @@ model: $(NEED_BUILD) ## fetch the small model into the cache, once
 .PHONY: fmt
 fmt: $(NEED_SETUP) ## format all sources in place
 	cargo fmt --all
+	cargo fmt --all $(BENCHES)
 	$(PY) -m ruff check --fix $(PYTHON_SOURCES)
 	$(PY) -m ruff format $(PYTHON_SOURCES)
 
 .PHONY: fmt-check
 fmt-check: $(NEED_SETUP) ## fail if a source is not formatted
 	cargo fmt --all --check
+	cargo fmt --all $(BENCHES) --check
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 
 .PHONY: lint
 lint: $(NEED_FMT) $(NEED_BUILD) stubtest docs ## clippy, rustdoc, ruff, mypy, stubtest
 	cargo clippy --locked --workspace --all-targets --profile checked -- -D warnings
+	$(IN_BENCHES) cargo clippy --locked $(BENCHES) --all-targets -- -D warnings
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(PY) -m mypy
 
@@ -129,6 +137,14 @@ dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux w
 .PHONY: bench
 bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last (PROFILE=release for figures)
 	@for bench in $(filter-out benches/hardware.py,$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
+
+.PHONY: bench-rust
+bench-rust: ## run the Rust benchmarks of the core, without Python (BENCH_ARGS="--bench queue")
+	$(IN_BENCHES) cargo bench --locked $(BENCHES) $(BENCH_ARGS)
+
+.PHONY: bench-guard
+bench-guard: ## count the instructions of a step (valgrind); above a ceiling is an error
+	@$(PYTHON) benches/guard/run.py
 
 .PHONY: mutants
 mutants: $(NEED_SETUP) ## plant each known fault in turn; one that no test notices is an error (MUTANTS="id ...")
