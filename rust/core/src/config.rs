@@ -151,6 +151,10 @@ impl SchedulerConfig {
                 return Err(Error::TokenOutOfVocabulary { field: "eos_token_ids", position, token, vocab_size: limit });
             }
         }
+        if self.max_num_seqs * self.block_size > 1 << 31 {
+            let expected = "at most 2^31 / max_num_seqs";
+            return Err(Error::InvalidConfig { field: "block_size", value: self.block_size as i64, expected });
+        }
         let pool_tokens = self.num_blocks * self.block_size;
         if pool_tokens < 2 {
             let value = self.num_blocks as i64;

@@ -292,6 +292,7 @@ impl Scheduler {
             num_prompt_tokens: request.num_prompt_tokens,
             num_blocks: 0,
             max_blocks: (request.max_num_tokens - 1).div_ceil(block_size),
+            last_hash: 0,
             is_decoding: false,
             may_publish: self.hits.are_published,
             is_planned: false,

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use super::Scheduler;
 use super::commit::Sample;
-use super::lanes::{HAS_STOP_IDS, IGNORES_EOS, IS_UNSAMPLED, Lane};
+use super::lanes::{HAS_STOP_IDS, IGNORES_EOS, IS_UNSAMPLED, Lane, NO_SLOT};
 use crate::batch::StepResult;
 use crate::block::{BlockId, Parent, Published};
 use crate::request::FinishReason;
@@ -54,8 +54,10 @@ impl Scheduler {
         let (num_computed, block_size) = (state.num_computed_tokens as usize, self.config.block_size);
         debug_assert_eq!(known.len() + usize::from(sampled.is_some()), num_computed + 1);
         let (last_block, offset) = (num_computed / block_size, num_computed % block_size);
-        let room = state.num_blocks as usize * block_size - num_computed;
-        let first_slot = if room > 0 { self.rows.blocks(row)[last_block] as usize * block_size } else { 0 };
+        let slot = match self.rows.blocks(row).get(last_block) {
+            Some(&block) => i64::from(block) * block_size as i64 + offset as i64,
+            None => NO_SLOT,
+        };
         let token = sampled.unwrap_or_else(|| known[num_computed]);
         let mut flags = if sampled.is_some() { 0 } else { IS_UNSAMPLED };
         flags |= if request.ignore_eos { IGNORES_EOS } else { 0 };
@@ -67,32 +69,52 @@ impl Scheduler {
             choice_ids: state.order.choice() as i32,
             tokens: token,
             num_tokens: num_computed as i32 + 1,
-            num_output_tokens: num_computed as i32 + 1 - request.num_prompt_tokens as i32,
+            num_prompt_tokens: request.num_prompt_tokens as i32,
             max_num_tokens: request.max_num_tokens as i32,
-            slots: (first_slot + offset) as i64,
-            room: room as i32,
+            slots: slot,
+            tail_ends: self.rows.tail_start(row) + offset as u32,
+            quiet_steps: 0,
             extras_below: i32::try_from(self.rows.sampling.extras_below[row as usize]).unwrap_or(i32::MAX),
             num_logprobs: request.sampling.logprobs.map_or(-1, |count| count as i8),
             flags,
         };
         self.rows.set_tail(row, &known[last_block * block_size..num_computed]);
-        self.rows.set_tail_token(row, lane.room, token);
-        self.lanes.insert(lane);
-        self.rows.get_mut(row).is_decoding = true;
+        self.rows.set_tail_tokens(&[lane.tail_ends], &[token]);
+        let last_hash = match last_block {
+            0 => sequence.root_hash,
+            _ if state.may_publish => self.pool.hash(self.rows.tables.get(row, last_block as u32 - 1)),
+            _ => 0,
+        };
+        let at = self.lanes.insert(lane);
+        self.lanes.quiet_steps[at] = self.quiet_steps(at);
+        let state = self.rows.get_mut(row);
+        state.is_decoding = true;
+        state.last_hash = last_hash;
+        let sequence = state.sequence;
         self.prefilling_has_gaps = true;
         if sampled.is_some() {
-            self.sequences[state.sequence].known = None;
+            self.sequences[sequence].known = None;
         }
+    }
+
+    /// Steps until a lane is notable, from its next one on.
+    fn quiet_steps(&self, lane: usize) -> i32 {
+        if self.lanes.flags[lane] & !IGNORES_EOS != 0 {
+            return 0;
+        }
+        let offset = self.lanes.tail_ends[lane] - self.rows.tail_start(self.lanes.rows[lane] as u32);
+        let room = self.config.block_size as i32 - offset as i32;
+        room.min(self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane])
     }
 
     /// Schedules the lanes, all of them if budget and memory reach that far; returns the budget that is left.
     pub(super) fn plan_decodes(&mut self, budget: usize) -> usize {
-        self.lanes.find_full(&mut self.notable);
         let num_lanes = self.lanes.len();
-        if num_lanes > budget || self.notable.len() > self.pool.num_available() {
+        let num_full = self.lanes.find_full(&mut self.notable);
+        if num_lanes > budget || num_full > self.pool.num_available() {
             return self.plan_decodes_in_turn(budget);
         }
-        for index in 0..self.notable.len() {
+        for index in 0..num_full {
             let has_grown = self.grow(self.notable[index] as usize);
             debug_assert!(has_grown, "the blocks were counted");
         }
@@ -157,18 +179,14 @@ impl Scheduler {
         let first_event = self.output.len();
         self.push_tokens(0..tokens.len(), tokens);
         self.lanes.advance(tokens);
-        self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
+        let num_notable = self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
         // In order: what one publishes, the next may share; what one gives back, the next may get.
-        for index in 0..self.notable.len() {
+        for index in 0..num_notable {
             let lane = self.notable[index] as usize;
             self.settle(lane, first_event + lane);
         }
-        for ((&row, &room), &token) in self.lanes.rows.iter().zip(&self.lanes.room).zip(tokens) {
-            // Those that have just ended need it no more.
-            if row >= 0 {
-                self.rows.set_tail_token(row as u32, room, token);
-            }
-        }
+        // Those that have just ended have no use for it, but a place.
+        self.rows.set_tail_tokens(&self.lanes.tail_ends, tokens);
         self.kept_tokens = kept;
     }
 
@@ -191,9 +209,7 @@ impl Scheduler {
         let event = self.output.len();
         self.push_tokens(lane..lane + 1, &[sample.token]);
         self.settle(lane, event);
-        if self.lanes.row(lane).is_some() {
-            self.rows.set_tail_token(row, self.lanes.room[lane], sample.token);
-        }
+        self.rows.set_tail_tokens(&self.lanes.tail_ends[lane..=lane], &[sample.token]);
     }
 
     /// Tells of the new tokens of lanes.
@@ -205,8 +221,11 @@ impl Scheduler {
     /// Does what a lane's new token brings besides the token: a full block, a computed prompt, an end.
     fn settle(&mut self, lane: usize, event: usize) {
         let row = self.lanes.rows[lane] as u32;
-        if self.lanes.room[lane] == 0 {
+        let tail_start = self.rows.tail_start(row);
+        if self.lanes.tail_ends[lane] - tail_start == self.config.block_size as u32 {
             self.publish_last_block(row);
+            self.lanes.tail_ends[lane] = tail_start;
+            self.lanes.slots[lane] = NO_SLOT;
         }
         if self.lanes.flags[lane] & IS_UNSAMPLED != 0 {
             self.lanes.flags[lane] &= !IS_UNSAMPLED;
@@ -215,17 +234,19 @@ impl Scheduler {
             }
             self.sequences[self.rows.get(row).sequence].known = None;
         }
-        self.end_if_due(lane, event);
+        if !self.end_if_due(lane, event) {
+            self.lanes.quiet_steps[lane] = self.quiet_steps(lane);
+        }
     }
 
     /// Ends the sequence of a lane if its last token, told by `event`, was the last of all.
-    pub(super) fn end_if_due(&mut self, lane: usize, event: usize) {
-        if let Some((reason, stop_id)) = self.end_of(lane) {
-            self.output.finish_reasons[event] = reason as u8;
-            self.output.stop_ids[event] = stop_id;
-            let row = self.lanes.rows[lane] as u32;
-            self.forget_sequence(self.rows.get(row).sequence, reason);
-        }
+    pub(super) fn end_if_due(&mut self, lane: usize, event: usize) -> bool {
+        let Some((reason, stop_id)) = self.end_of(lane) else { return false };
+        self.output.finish_reasons[event] = reason as u8;
+        self.output.stop_ids[event] = stop_id;
+        let row = self.lanes.rows[lane] as u32;
+        self.forget_sequence(self.rows.get(row).sequence, reason);
+        true
     }
 
     /// How the last token of a lane ends its sequence, if it does, and the stop id (or -1).
@@ -253,15 +274,13 @@ impl Scheduler {
             self.pool.store(block, self.rows.tail(row));
             return;
         }
-        let (parent, parent_hash) = if column == 0 {
-            let sequence = &self.sequences[state.sequence];
-            (Parent::Root(sequence.root), sequence.root_hash)
-        } else {
-            let parent = self.rows.tables.get(row, column - 1);
-            (Parent::Block(parent), self.pool.hash(parent))
+        let parent = match column {
+            0 => Parent::Root(self.sequences[state.sequence].root),
+            _ => Parent::Block(self.rows.tables.get(row, column - 1)),
         };
+        let hash = self.shared.hasher.extend(state.last_hash, self.rows.tail(row));
+        self.rows.get_mut(row).last_hash = hash;
         let tokens = self.rows.tail(row);
-        let hash = self.shared.hasher.extend(parent_hash, tokens);
         if let Published::Duplicate(other) = self.pool.publish(block, parent, hash, tokens) {
             self.exchange(row, column, other);
         }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::choices::Fork;
-use super::lanes::IS_UNSAMPLED;
+use super::lanes::{IS_UNSAMPLED, NO_SLOT};
 use super::{Request, Scheduler};
 use crate::block::{BlockId, Parent};
 
@@ -131,15 +131,15 @@ impl Scheduler {
             assert_eq!((lanes.orders[lane], lanes.request_ids[lane]), (state.order, id.as_u64()));
             let num_tokens = lanes.num_tokens[lane] as usize;
             let block_size = self.config.block_size;
-            let room = state.num_blocks as usize * block_size - (num_tokens - 1);
-            assert_eq!(lanes.room[lane] as usize, room, "{id:?}: the room in its last block is miscounted");
-            if room > 0 {
-                let block = self.rows.tables.get(row, (num_tokens as u32 - 1) / block_size as u32);
-                let slot = block.index() * block_size + (num_tokens - 1) % block_size;
-                assert_eq!(lanes.slots[lane], slot as i64, "{id:?} writes elsewhere");
-            }
-            assert_eq!(lanes.tokens[lane], self.rows.tail(row)[(num_tokens - 1) % block_size]);
-            assert_eq!(lanes.num_output_tokens[lane] as usize, num_tokens - state.num_prompt_tokens as usize);
+            let (last_block, offset) = ((num_tokens - 1) / block_size, (num_tokens - 1) % block_size);
+            let block = self.rows.blocks(row).get(last_block);
+            let slot = block.map_or(NO_SLOT, |&block| i64::from(block) * block_size as i64 + offset as i64);
+            assert_eq!(lanes.slots[lane], slot, "{id:?} writes elsewhere");
+            assert_eq!(lanes.tail_ends[lane] as usize, row as usize * block_size + offset, "{id:?} has another tail");
+            assert_eq!(lanes.tokens[lane], self.rows.tail(row)[offset]);
+            assert_eq!(lanes.num_prompt_tokens[lane] as u32, state.num_prompt_tokens);
+            let num_left = lanes.max_num_tokens[lane] - lanes.num_tokens[lane];
+            assert!(lanes.quiet_steps[lane] <= num_left.min((block_size - offset) as i32), "{id:?} is overlooked");
             let is_unsampled = lanes.flags[lane] & IS_UNSAMPLED != 0;
             assert_eq!(self.sequences[state.sequence].known.is_some(), is_unsampled, "{id:?} lists its tokens");
         }

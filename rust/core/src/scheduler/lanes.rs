@@ -12,6 +12,9 @@ use super::sequence::Order;
 /// `rows` of a lane whose sequence has ended or was preempted, until `compact`.
 pub(super) const VACANT: i32 = -1;
 
+/// `slots` of a lane whose blocks are full.
+pub(super) const NO_SLOT: i64 = -1;
+
 /// It has stop token ids of its own.
 pub(super) const HAS_STOP_IDS: u8 = 1;
 /// EOS does not end it.
@@ -68,14 +71,15 @@ lanes! {
     tokens: i32,
     /// Tokens known, the next to run included.
     num_tokens: i32,
-    /// Of these, generated ones.
-    num_output_tokens: i32,
+    num_prompt_tokens: i32,
     /// Prompt plus `max_tokens`.
     max_num_tokens: i32,
-    /// Where keys and values of the next token go; meaningless while `room` is 0.
+    /// Where keys and values of the next token go; `NO_SLOT` = it needs a new block.
     slots: i64,
-    /// Places left in the last block; 0 = the next token needs a new one.
-    room: i32,
+    /// Where the next token stands in the tails of all rows.
+    tail_ends: u32,
+    /// Steps until the lane is notable: its block full, its length reached. 0 = it is so in every step.
+    quiet_steps: i32,
     /// Output tokens below which it has more sampling parameters than the scalar ones (`SamplingRows::extras_below`).
     extras_below: i32,
     /// Most likely ids that its request wants with each sample; -1 = nothing.
@@ -115,8 +119,8 @@ impl Lanes {
         self.orders.partition_point(|&other| other < order)
     }
 
-    /// Gives a sequence a lane in its place; nearly always the last one.
-    pub(super) fn insert(&mut self, lane: Lane) {
+    /// Gives a sequence a lane in its place, nearly always the last one; returns its number.
+    pub(super) fn insert(&mut self, lane: Lane) -> usize {
         let at = match self.orders.last() {
             Some(&last) if last > lane.orders => self.first_from(lane.orders),
             _ => self.len(),
@@ -125,6 +129,7 @@ impl Lanes {
             *gap += u32::from(*gap as usize >= at);
         }
         self.insert_at(at, lane);
+        at
     }
 
     /// Takes the lane from its sequence.
@@ -156,57 +161,45 @@ impl Lanes {
     pub(super) fn advance(&mut self, tokens: &[i32]) {
         self.tokens.copy_from_slice(tokens);
         self.num_tokens.iter_mut().for_each(|count| *count += 1);
-        self.num_output_tokens.iter_mut().for_each(|count| *count += 1);
         self.slots.iter_mut().for_each(|slot| *slot += 1);
-        self.room.iter_mut().for_each(|room| *room -= 1);
+        self.tail_ends.iter_mut().for_each(|end| *end += 1);
+        self.quiet_steps.iter_mut().for_each(|count| *count -= 1);
     }
 
     /// The same for one lane.
     pub(super) fn advance_one(&mut self, lane: usize, token: i32) {
         self.tokens[lane] = token;
         self.num_tokens[lane] += 1;
-        self.num_output_tokens[lane] += 1;
         self.slots[lane] += 1;
-        self.room[lane] -= 1;
+        self.tail_ends[lane] += 1;
+        self.quiet_steps[lane] -= 1;
     }
 
-    /// Lists the lanes that need a look after `advance`: a block is full, the length is reached, the token is one of `eos`, or it has flags.
-    pub(super) fn find_notable(&self, eos: &[i32], notable: &mut Vec<u32>) {
-        notable.clear();
-        notable.resize(self.len(), 0);
-        let num_found = if eos.iter().any(|&eos| contains(&self.tokens, eos)) {
-            self.collect(notable, |token| eos.contains(&token))
+    /// Lists the lanes that need a look after `advance`, in order: a block is full, the length is reached, the token is one of `eos`, or it
+    /// has flags. Returns how many there are; `notable` has room for all lanes.
+    pub(super) fn find_notable(&self, eos: &[i32], notable: &mut [u32]) -> usize {
+        let lanes = self.quiet_steps.iter().zip(&self.tokens);
+        if eos.iter().any(|&eos| contains(&self.tokens, eos)) {
+            collect(lanes.map(|(&quiet, token)| quiet <= 0 || eos.contains(token)), notable)
         } else {
-            self.collect(notable, |_| false)
-        };
-        notable.truncate(num_found);
+            collect(lanes.map(|(&quiet, _)| quiet <= 0), notable)
+        }
     }
 
-    /// One pass without branches: each lane is written, and kept if it is notable.
-    fn collect(&self, notable: &mut [u32], is_eos: impl Fn(i32) -> bool) -> usize {
-        let mut num_found = 0;
-        let fields =
-            self.room.iter().zip(&self.num_tokens).zip(&self.max_num_tokens).zip(&self.flags).zip(&self.tokens);
-        for (lane, ((((&room, &num_tokens), &max_num_tokens), &flags), &token)) in (0..).zip(fields) {
-            notable[num_found] = lane;
-            let has_ended = u8::from(num_tokens >= max_num_tokens) | u8::from(is_eos(token));
-            let is_notable = has_ended | u8::from(room == 0) | u8::from(flags & !IGNORES_EOS != 0);
-            num_found += usize::from(is_notable);
-        }
-        num_found
+    /// Lists the lanes whose next token needs a new block, in order; returns how many there are.
+    pub(super) fn find_full(&self, full: &mut [u32]) -> usize {
+        collect(self.slots.iter().map(|&slot| slot == NO_SLOT), full)
     }
+}
 
-    /// Lists the lanes whose next token needs a new block.
-    pub(super) fn find_full(&self, full: &mut Vec<u32>) {
-        full.clear();
-        full.resize(self.len(), 0);
-        let mut num_found = 0;
-        for (lane, &room) in (0..).zip(&self.room) {
-            full[num_found] = lane;
-            num_found += usize::from(room == 0);
-        }
-        full.truncate(num_found);
+/// Writes the indices at which `wanted` holds to the beginning of `found`, without branches; returns how many there are.
+fn collect(wanted: impl Iterator<Item = bool>, found: &mut [u32]) -> usize {
+    let mut num_found = 0;
+    for (index, is_wanted) in (0..).zip(wanted) {
+        found[num_found] = index;
+        num_found += usize::from(is_wanted);
     }
+    num_found
 }
 
 /// Calls `move_run` with each run of values between `gaps` (ascending) that has to move, and where to; returns how many values remain.
@@ -241,10 +234,11 @@ mod tests {
             choice_ids: 0,
             tokens: arrival as i32,
             num_tokens: 5,
-            num_output_tokens: 1,
+            num_prompt_tokens: 4,
             max_num_tokens: 9,
             slots: 4,
-            room: 4,
+            tail_ends: 4,
+            quiet_steps: 4,
             extras_below: 0,
             num_logprobs: -1,
             flags: 0,
@@ -272,23 +266,21 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_is_notable_for_each_reason_by_itself() {
+    fn a_lane_is_notable_if_its_time_has_come_or_at_eos() {
         let mut lanes = Lanes::new(8);
         for arrival in 0..6 {
             lanes.insert(lane(arrival));
         }
-        lanes.room[1] = 1;
-        lanes.max_num_tokens[2] = 6;
-        lanes.flags[3] = HAS_STOP_IDS;
-        lanes.flags[5] = IGNORES_EOS;
+        lanes.quiet_steps[1] = 1;
+        lanes.quiet_steps[3] = 0;
         lanes.advance(&[20, 21, 22, 23, 24, 25]);
-        let mut notable = Vec::new();
-        lanes.find_notable(&[99], &mut notable);
-        assert_eq!(notable, [1, 2, 3]);
-        lanes.find_notable(&[99, 24], &mut notable);
-        assert_eq!(notable, [1, 2, 3, 4]);
-        lanes.find_full(&mut notable);
-        assert_eq!(notable, [1]);
-        assert_eq!((lanes.num_tokens[0], lanes.slots[0], lanes.room[0]), (6, 5, 3));
+        let mut notable = [0; 8];
+        assert_eq!(lanes.find_notable(&[99], &mut notable), 2);
+        assert_eq!(notable[..2], [1, 3]);
+        assert_eq!(lanes.find_notable(&[99, 24], &mut notable), 3);
+        assert_eq!(notable[..3], [1, 3, 4]);
+        assert_eq!((lanes.num_tokens[0], lanes.slots[0], lanes.tail_ends[0], lanes.quiet_steps[0]), (6, 5, 5, 3));
+        lanes.slots[5] = NO_SLOT;
+        assert_eq!((lanes.find_full(&mut notable), notable[0]), (1, 5));
     }
 }

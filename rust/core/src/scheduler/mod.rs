@@ -179,7 +179,7 @@ pub struct Scheduler {
     is_finished: bool,
     filling: Filling,
     /// Scratch: lanes that need a look, and the tokens of those that go on.
-    notable: Vec<u32>,
+    notable: Box<[u32]>,
     kept_tokens: Vec<i32>,
     /// Scratch: what was found for the sequence being admitted.
     hits: Hits,
@@ -244,7 +244,7 @@ impl Scheduler {
             sink: None,
             is_finished: false,
             filling: Filling::default(),
-            notable: Vec::with_capacity(config.max_num_seqs),
+            notable: vec![0; config.max_num_seqs + 1].into_boxed_slice(),
             kept_tokens: Vec::with_capacity(config.max_num_seqs),
             hits: Hits::default(),
             retired_outputs: Vec::new(),

@@ -2,6 +2,7 @@
 //! then newer sequences.
 
 use super::Scheduler;
+use super::lanes::NO_SLOT;
 use super::sequence::Known;
 use crate::block::BlockId;
 
@@ -10,7 +11,7 @@ impl Scheduler {
     ///
     /// Returns false if the sequence cannot run in this step (it was preempted itself, or waits for a later step).
     pub(super) fn ensure_slot(&mut self, lane: usize) -> bool {
-        if self.lanes.room[lane] > 0 {
+        if self.lanes.slots[lane] != NO_SLOT {
             return true;
         }
         loop {
@@ -42,7 +43,6 @@ impl Scheduler {
         self.rows.push_block(row, block);
         self.table_updates.push(row, column, &[block.as_i32()]);
         self.lanes.slots[lane] = block.index() as i64 * self.config.block_size as i64;
-        self.lanes.room[lane] = self.config.block_size as i32;
         true
     }
 

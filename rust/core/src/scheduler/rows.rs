@@ -27,6 +27,8 @@ pub(crate) struct Row {
     pub(crate) num_prompt_tokens: u32,
     /// Length of the block table.
     pub(crate) num_blocks: u32,
+    /// Hash of the last full block while it decodes and may publish (that of its root without any).
+    pub(crate) last_hash: u64,
     /// Blocks that the sequence may need at most: the last token is sampled, never computed.
     pub(crate) max_blocks: u32,
     /// It has a lane.
@@ -167,18 +169,25 @@ impl Rows {
 
     /// `[block_size]`: tokens of the last block of a decoding sequence; those that are not known yet are stale.
     pub(crate) fn tail(&self, row: u32) -> &[i32] {
-        &self.tails[row as usize * self.block_size..][..self.block_size]
+        &self.tails[self.tail_start(row) as usize..][..self.block_size]
+    }
+
+    /// Where a row's tail begins among those of all rows.
+    pub(crate) fn tail_start(&self, row: u32) -> u32 {
+        row * self.block_size as u32
     }
 
     /// Sets the leading tokens of a row's last block.
     pub(crate) fn set_tail(&mut self, row: u32, tokens: &[i32]) {
-        self.tails[row as usize * self.block_size..][..tokens.len()].copy_from_slice(tokens);
+        let start = self.tail_start(row) as usize;
+        self.tails[start..start + tokens.len()].copy_from_slice(tokens);
     }
 
-    /// Notes the token that comes next in a row: `room` places are left in its last block, or 0 if it begins another.
-    pub(crate) fn set_tail_token(&mut self, row: u32, room: i32, token: i32) {
-        let offset = if room == 0 { 0 } else { self.block_size - room as usize };
-        self.tails[row as usize * self.block_size + offset] = token;
+    /// Notes the tokens that come next, each in its place.
+    pub(crate) fn set_tail_tokens(&mut self, places: &[u32], tokens: &[i32]) {
+        for (&place, &token) in places.iter().zip(tokens) {
+            self.tails[place as usize] = token;
+        }
     }
 }
 

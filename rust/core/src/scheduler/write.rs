@@ -44,11 +44,12 @@ impl Scheduler {
         batch.logits_index.extend(0..num_lanes as i32);
         batch.sample_index.extend(0..num_lanes as i32);
         batch.sample_rows.extend_from_slice(&lanes.rows);
-        batch.sample_positions.extend_from_slice(&lanes.num_output_tokens);
+        let counts = lanes.num_tokens.iter().zip(&lanes.num_prompt_tokens);
+        batch.sample_positions.extend(counts.map(|(num_tokens, num_prompt)| num_tokens - num_prompt));
         batch.sample_choices.extend_from_slice(&lanes.choice_ids);
         batch.max_query_len = 1;
         batch.max_seq_len = lanes.num_tokens.iter().fold(0, |longest, &count| longest.max(count)) as usize;
-        let counts = lanes.num_output_tokens.iter().zip(&lanes.extras_below);
+        let counts = batch.sample_positions.iter().zip(&lanes.extras_below);
         batch.has_sampling_extras = counts.fold(0, |has, (count, below)| has | u8::from(count < below)) != 0;
     }
 
@@ -67,11 +68,12 @@ impl Scheduler {
         batch.sample_index.push(batch.logits_index.len() as i32);
         batch.logits_index.push(token);
         batch.sample_rows.push(lanes.rows[lane]);
-        batch.sample_positions.push(lanes.num_output_tokens[lane]);
+        let num_output_tokens = lanes.num_tokens[lane] - lanes.num_prompt_tokens[lane];
+        batch.sample_positions.push(num_output_tokens);
         batch.sample_choices.push(lanes.choice_ids[lane]);
         batch.max_query_len = 1;
         batch.max_seq_len = batch.max_seq_len.max(lanes.num_tokens[lane] as usize);
-        batch.has_sampling_extras |= lanes.num_output_tokens[lane] < lanes.extras_below[lane];
+        batch.has_sampling_extras |= num_output_tokens < lanes.extras_below[lane];
     }
 
     fn write_sequence(&mut self, planned: Planned) {
