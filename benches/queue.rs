@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cbrs_core::queue::{PushError, RequestQueue};
-use cbrs_core::{Error, RequestSpec, Scheduler, SchedulerConfig, StepResult};
+use cbrs_core::{Error, RequestSpec, Scheduler, SchedulerConfig, StepResult, Submitter};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 
 const NUM_PRODUCERS: u64 = 8;
@@ -85,49 +85,95 @@ fn push_through_queue(num_iterations: u64) -> Duration {
     elapsed
 }
 
-/// Prompts of two tokens, which say who sent what; each ends with its first output.
-fn push_through_submitter(num_iterations: u64) -> Duration {
-    const MAX_NUM_SEQS: usize = 4_096;
+/// Requests in flight when they are also run.
+const MAX_NUM_SEQS: usize = 4_096;
+
+/// For requests with a prompt of two tokens, which say who sent what; each ends with its first output.
+fn scheduler(queue_capacity: usize) -> Scheduler {
     let config = SchedulerConfig {
         max_num_seqs: MAX_NUM_SEQS,
         max_num_batched_tokens: 2 * MAX_NUM_SEQS,
         num_blocks: MAX_NUM_SEQS,
         max_model_len: 3,
-        queue_capacity: CAPACITY,
+        queue_capacity,
         ..SchedulerConfig::default()
     };
-    let mut scheduler = Scheduler::new(config).unwrap();
+    Scheduler::new(config).unwrap()
+}
+
+fn submit(submitter: &Submitter, producer: u64, item: u64) {
+    let spec = || RequestSpec { max_tokens: Some(1), ..RequestSpec::new(vec![producer as i32, item as i32]) };
+    while let Err(error) = submitter.submit(spec()) {
+        assert!(matches!(error, Error::QueueFull { .. }), "{error}");
+        thread::yield_now();
+    }
+}
+
+/// Runs what has arrived, and notes the requests that the next step computes.
+fn run(scheduler: &mut Scheduler, tokens: &[i32], arrivals: &mut Arrivals) {
+    let num_samples = scheduler.batch().num_samples();
+    let result = StepResult { token_ids: &tokens[..num_samples], ..StepResult::default() };
+    scheduler.step(Some(&result), 0).unwrap();
+    for request in scheduler.batch().token_ids.chunks_exact(2) {
+        arrivals.note(request[0] as u64, request[1] as u64);
+    }
+}
+
+/// The whole life of small requests: submitted by eight threads, run by one.
+fn submit_and_run(num_iterations: u64) -> Duration {
+    let mut scheduler = scheduler(CAPACITY);
     let submitter = scheduler.submitter();
-    let produce = |producer, item| {
-        let spec = || RequestSpec { max_tokens: Some(1), ..RequestSpec::new(vec![producer as i32, item as i32]) };
-        while let Err(error) = submitter.submit(spec()) {
-            assert!(matches!(error, Error::QueueFull { .. }), "{error}");
-            thread::yield_now();
-        }
-    };
     let tokens = vec![1; MAX_NUM_SEQS];
     let consume = || {
         let mut arrivals = Arrivals::new();
         while arrivals.len() < NUM_PRODUCERS * items_each(num_iterations) {
-            let num_samples = scheduler.batch().num_samples();
-            let result = StepResult { token_ids: &tokens[..num_samples], ..StepResult::default() };
-            scheduler.step(Some(&result), 0).unwrap();
-            for request in scheduler.batch().token_ids.chunks_exact(2) {
-                arrivals.note(request[0] as u64, request[1] as u64);
-            }
-            if scheduler.batch().token_ids.is_empty() {
+            run(&mut scheduler, &tokens, &mut arrivals);
+            if scheduler.batch().num_seqs() == 0 {
                 thread::yield_now();
             }
         }
     };
-    time(num_iterations, produce, consume)
+    time(num_iterations, |producer, item| submit(&submitter, producer, item), consume)
+}
+
+/// Requests that a paused scheduler takes in at most, in one round.
+const MAX_WAITING: u64 = 1 << 18;
+
+/// Only the way in: steps of a paused scheduler take requests from the queue, and nothing runs until all have come.
+fn submit_and_drain(num_iterations: u64) -> Duration {
+    let (mut elapsed, mut num_left) = (Duration::ZERO, num_iterations);
+    let tokens = vec![1; MAX_NUM_SEQS];
+    while num_left > 0 {
+        let num_requests = num_left.min(MAX_WAITING);
+        let num_items = NUM_PRODUCERS * items_each(num_requests);
+        let mut scheduler = scheduler(num_items as usize);
+        let submitter = scheduler.submitter();
+        submitter.pause();
+        let consume = || {
+            while submitter.stats().num_accepted_requests < num_items {
+                scheduler.step(None, 0).unwrap();
+                thread::yield_now();
+            }
+            scheduler.step(None, 0).unwrap();
+        };
+        elapsed += time(num_requests, |producer, item| submit(&submitter, producer, item), consume);
+        submitter.resume();
+        let mut arrivals = Arrivals::new();
+        while arrivals.len() < num_items {
+            run(&mut scheduler, &tokens, &mut arrivals);
+            assert!(scheduler.batch().num_seqs() > 0, "requests were lost");
+        }
+        num_left -= num_requests;
+    }
+    elapsed
 }
 
 fn throughput(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("queue");
     group.throughput(Throughput::Elements(1)).sample_size(10).measurement_time(Duration::from_secs(3));
     group.bench_function("push_pop_by_8_producers", |bencher| bencher.iter_custom(push_through_queue));
-    group.bench_function("submit_by_8_producers_and_step", |bencher| bencher.iter_custom(push_through_submitter));
+    group.bench_function("submit_by_8_producers_and_drain", |bencher| bencher.iter_custom(submit_and_drain));
+    group.bench_function("submit_by_8_producers_and_run", |bencher| bencher.iter_custom(submit_and_run));
 }
 
 /// The answer of a full queue, alone and at the public method.
