@@ -68,6 +68,8 @@ pub struct Batch {
     pub freed_rows: Vec<i32>,
     /// What changed in `block_tables` since the last plan.
     pub block_table_updates: BlockTableUpdates,
+    /// Version of the lanes that the leading entries of the arrays about who runs are a copy of; 0 = of none.
+    pub(crate) lanes_version: u64,
 }
 
 impl Batch {
@@ -79,7 +81,11 @@ impl Batch {
             token_ids: Vec::with_capacity(max_num_tokens),
             positions: Vec::with_capacity(max_num_tokens),
             slot_mapping: Vec::with_capacity(max_num_tokens),
-            query_start: Vec::with_capacity(samples + 1),
+            query_start: {
+                let mut query_start = Vec::with_capacity(samples + 1);
+                query_start.push(0);
+                query_start
+            },
             seq_lens: Vec::with_capacity(samples),
             row_ids: Vec::with_capacity(samples),
             request_ids: Vec::with_capacity(samples),
@@ -96,6 +102,7 @@ impl Batch {
             new_row_tables: NewRowTables::new(),
             new_rows: Vec::with_capacity(max_num_seqs),
             freed_rows: Vec::with_capacity(max_num_seqs),
+            block_table_updates: BlockTableUpdates::with_capacity(max_num_seqs),
             ..Self::default()
         }
     }
@@ -115,6 +122,7 @@ impl Batch {
         self.sample_index.len()
     }
 
+    /// Empties everything but the arrays about who runs, which `keep_sequences` shortens.
     pub(crate) fn clear(&mut self) {
         self.num_decodes = 0;
         self.max_query_len = 0;
@@ -122,17 +130,8 @@ impl Batch {
         self.token_ids.clear();
         self.positions.clear();
         self.slot_mapping.clear();
-        self.query_start.clear();
-        self.query_start.push(0);
         self.seq_lens.clear();
-        self.row_ids.clear();
-        self.request_ids.clear();
-        self.choice_ids.clear();
-        self.logits_index.clear();
-        self.sample_index.clear();
-        self.sample_rows.clear();
         self.sample_positions.clear();
-        self.sample_choices.clear();
         self.prompt_logits_index.clear();
         self.prompt_target_ids.clear();
         self.prompt_rows.clear();
@@ -142,6 +141,18 @@ impl Batch {
         self.new_row_tables.clear();
         self.freed_rows.clear();
         self.block_table_updates.clear();
+    }
+
+    /// Shortens the arrays about who runs to their first `num_seqs` sequences, each with one sampled query token.
+    pub(crate) fn keep_sequences(&mut self, num_seqs: usize) {
+        self.query_start.truncate(num_seqs + 1);
+        self.row_ids.truncate(num_seqs);
+        self.request_ids.truncate(num_seqs);
+        self.choice_ids.truncate(num_seqs);
+        self.logits_index.truncate(num_seqs);
+        self.sample_index.truncate(num_seqs);
+        self.sample_rows.truncate(num_seqs);
+        self.sample_choices.truncate(num_seqs);
     }
 }
 
@@ -159,21 +170,40 @@ pub struct BlockTableUpdates {
 }
 
 impl BlockTableUpdates {
-    pub(crate) fn new() -> Self {
-        Self { start: vec![0], ..Self::default() }
+    /// Room for a new block of each of `max_num_seqs` sequences; long tables of newcomers may need more.
+    fn with_capacity(max_num_seqs: usize) -> Self {
+        let mut start = Vec::with_capacity(max_num_seqs + 1);
+        start.push(0);
+        Self {
+            rows: Vec::with_capacity(max_num_seqs),
+            first_columns: Vec::with_capacity(max_num_seqs),
+            start,
+            ids: Vec::with_capacity(max_num_seqs),
+        }
     }
 
     pub(crate) fn clear(&mut self) {
         self.rows.clear();
         self.first_columns.clear();
-        self.start.clear();
-        self.start.push(0);
+        self.start.truncate(1);
         self.ids.clear();
+    }
+
+    /// Takes all runs of `other`.
+    pub(crate) fn append(&mut self, other: &mut Self) {
+        let first = self.ids.len() as i32;
+        self.start.extend(other.start.drain(..).skip(1).map(|start| first + start));
+        self.rows.append(&mut other.rows);
+        self.first_columns.append(&mut other.first_columns);
+        self.ids.append(&mut other.ids);
     }
 
     pub(crate) fn push(&mut self, row: u32, first_column: usize, ids: &[i32]) {
         if ids.is_empty() {
             return;
+        }
+        if self.start.is_empty() {
+            self.start.push(0);
         }
         self.rows.push(row as i32);
         self.first_columns.push(first_column as i32);

@@ -309,7 +309,7 @@ impl Scheduler {
     fn introduce_row(&mut self, sequence: u32, row: u32) {
         let sequence = &self.sequences[sequence];
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
         batch.new_rows.push(row as i32);
         batch.new_row_tables.push(request.new_row(&sequence.known().tokens, &self.config.eos_token_ids));
     }
@@ -324,7 +324,7 @@ impl Scheduler {
             let block = self.pool.allocate().expect("the blocks of an admission were counted");
             self.rows.push_block(row, block);
         }
-        self.table_updates.push(row, 0, self.rows.blocks(row));
+        self.batches[self.current].block_table_updates.push(row, 0, self.rows.blocks(row));
     }
 
     /// Keeps `prefilling` in order of arrival; nearly always the newcomer is the newest.
@@ -352,8 +352,8 @@ impl Scheduler {
         self.shared.gate.release(num_prompt_tokens);
         self.stats.num_prompt_tokens += num_prompt_tokens;
         self.stats.num_cached_prompt_tokens += num_hit_tokens as u64;
-        self.output.started_request_ids.push(id);
-        self.output.started_num_cached_tokens.push(num_hit_tokens as i32);
+        self.pending.started_request_ids.push(id);
+        self.pending.started_num_cached_tokens.push(num_hit_tokens as i32);
     }
 }
 

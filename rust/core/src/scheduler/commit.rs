@@ -141,8 +141,8 @@ impl Scheduler {
         if let Some(sample) = sample {
             if let (0.., Some(matrix)) = (planned.num_logprobs, &result.logprobs) {
                 // The next event is that of this token.
-                self.output.logprob_events.push(self.output.len() as i32);
-                self.output.logprobs.push_from(matrix, sample.index, planned.num_logprobs as usize);
+                self.pending.logprob_events.push(self.pending.len() as i32);
+                self.pending.logprobs.push_from(matrix, sample.index, planned.num_logprobs as usize);
             }
             self.append_token(planned.row, sample.token);
         } else if self.rows.get(planned.row).num_remaining_tokens() == 1 {
@@ -183,7 +183,7 @@ impl Scheduler {
         self.enter_lane(row, Some(token));
         // The ends of a failed request may have taken the room that was made for all samples.
         self.make_room_for_events(1);
-        let (lane, event) = (self.lanes.locate(self.rows.get(row).order), self.output.len());
+        let (lane, event) = (self.lanes.locate(self.rows.get(row).order), self.pending.len());
         self.push_tokens(lane..lane + 1, &[token]);
         self.end_if_due(lane, event);
     }

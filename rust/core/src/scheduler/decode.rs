@@ -176,7 +176,7 @@ impl Scheduler {
         } else {
             tokens
         };
-        let first_event = self.output.len();
+        let first_event = self.pending.len();
         self.push_tokens(0..tokens.len(), tokens);
         self.lanes.advance(tokens);
         let num_notable = self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
@@ -201,12 +201,12 @@ impl Scheduler {
         let num_logprobs = self.lanes.num_logprobs[lane];
         if let (0.., Some(matrix)) = (num_logprobs, &result.logprobs) {
             // The next event is that of this token.
-            self.output.logprob_events.push(self.output.len() as i32);
-            self.output.logprobs.push_from(matrix, sample.index, num_logprobs as usize);
+            self.pending.logprob_events.push(self.pending.len() as i32);
+            self.pending.logprobs.push_from(matrix, sample.index, num_logprobs as usize);
         }
         // The ends of a failed request may have taken the room that was made for all samples.
         self.make_room_for_events(1);
-        let event = self.output.len();
+        let event = self.pending.len();
         self.push_tokens(lane..lane + 1, &[sample.token]);
         self.settle(lane, event);
         self.rows.set_tail_tokens(&self.lanes.tail_ends[lane..=lane], &[sample.token]);
@@ -215,7 +215,7 @@ impl Scheduler {
     /// Tells of the new tokens of lanes.
     pub(super) fn push_tokens(&mut self, lanes: Range<usize>, tokens: &[i32]) {
         self.stats.num_output_tokens += tokens.len() as u64;
-        self.output.push_tokens(&self.lanes.request_ids[lanes.clone()], &self.lanes.choice_ids[lanes], tokens);
+        self.pending.push_tokens(&self.lanes.request_ids[lanes.clone()], &self.lanes.choice_ids[lanes], tokens);
     }
 
     /// Does what a lane's new token brings besides the token: a full block, a computed prompt, an end.
@@ -242,8 +242,8 @@ impl Scheduler {
     /// Ends the sequence of a lane if its last token, told by `event`, was the last of all.
     pub(super) fn end_if_due(&mut self, lane: usize, event: usize) -> bool {
         let Some((reason, stop_id)) = self.end_of(lane) else { return false };
-        self.output.finish_reasons[event] = reason as u8;
-        self.output.stop_ids[event] = stop_id;
+        self.pending.finish_reasons[event] = reason as u8;
+        self.pending.stop_ids[event] = stop_id;
         let row = self.lanes.rows[lane] as u32;
         self.forget_sequence(self.rows.get(row).sequence, reason);
         true
@@ -292,6 +292,6 @@ impl Scheduler {
         self.pool.acquire(other);
         self.pool.release(block).expect("a block in a table is held");
         self.rows.tables.set(row, column, other);
-        self.table_updates.push(row, column as usize, &[other.as_i32()]);
+        self.exchanged.push(row, column as usize, &[other.as_i32()]);
     }
 }

@@ -36,11 +36,13 @@ macro_rules! lanes {
             $($(#[$doc])* pub(super) $name: Vec<$type>,)*
             /// Vacant ones.
             gaps: Vec<u32>,
+            /// Changes whenever a lane comes, goes or gets another number; never 0.
+            version: u64,
         }
 
         impl Lanes {
             pub(super) fn new(max_num_seqs: usize) -> Self {
-                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs) }
+                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs), version: 1 }
             }
 
             fn insert_at(&mut self, at: usize, lane: Lane) {
@@ -99,6 +101,10 @@ impl Lanes {
         self.rows.len() - self.gaps.len()
     }
 
+    pub(super) fn version(&self) -> u64 {
+        self.version
+    }
+
     pub(super) fn has_gaps(&self) -> bool {
         !self.gaps.is_empty()
     }
@@ -129,6 +135,7 @@ impl Lanes {
             *gap += u32::from(*gap as usize >= at);
         }
         self.insert_at(at, lane);
+        self.version += 1;
         at
     }
 
@@ -148,6 +155,7 @@ impl Lanes {
         self.truncate(end);
         gaps.clear();
         self.gaps = gaps;
+        self.version += 1;
     }
 
     /// Removes from `values`, one for each lane, those of vacant ones.

@@ -113,13 +113,6 @@ struct Hits {
     are_published: bool,
 }
 
-/// The arrays of one step; two sets take turns, so a batch stays readable while its result is committed.
-#[derive(Debug)]
-struct StepBuffers {
-    batch: Batch,
-    output: StepOutput,
-}
-
 /// Decides which tokens of which requests run together.
 ///
 /// ```
@@ -163,12 +156,14 @@ pub struct Scheduler {
     /// What the result of this plan must say about prompts.
     prompt_logits: PromptLogits,
     step_id: u64,
-    buffers: [StepBuffers; 2],
+    /// The arrays of two steps take turns, so that those of one stay readable while its result is committed.
+    batches: [Batch; 2],
     current: usize,
-    /// What the next `step` will report.
+    /// What the last `step` has told, and what the next one will.
     output: StepOutput,
-    /// What changed in block tables since the last plan.
-    table_updates: BlockTableUpdates,
+    pending: StepOutput,
+    /// Blocks exchanged by a commit: the first block table updates of the next plan.
+    exchanged: BlockTableUpdates,
     /// Controls whose request is still on its way through the queue.
     late_controls: Vec<Control>,
     next_arrival: u64,
@@ -211,11 +206,10 @@ impl Scheduler {
         check_memory(&config)?;
         let shared = Arc::new(Shared::new(&config));
         let num_slots = shared.slots.capacity();
-        // One event for each sequence and one end for each live request in one step; ends of several choices each may need more.
-        let buffers = || StepBuffers {
-            batch: Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits),
-            output: StepOutput::with_capacity(num_slots + config.max_num_seqs, config.max_num_seqs),
-        };
+        let batch =
+            || Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits);
+        // One event for each live request in one step; several choices each may need more.
+        let output = || StepOutput::with_capacity(num_slots, config.max_num_seqs);
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),
             requests: std::iter::repeat_with(|| None).take(num_slots).collect(),
@@ -233,10 +227,11 @@ impl Scheduler {
             in_flight: false,
             prompt_logits: PromptLogits::default(),
             step_id: 0,
-            buffers: [buffers(), buffers()],
+            batches: [batch(), batch()],
             current: 0,
-            output: buffers().output,
-            table_updates: BlockTableUpdates::new(),
+            output: output(),
+            pending: output(),
+            exchanged: BlockTableUpdates::default(),
             late_controls: Vec::new(),
             next_arrival: 0,
             rotation: Order::default(),
@@ -312,12 +307,12 @@ impl Scheduler {
 
     /// What to run now.
     pub fn batch(&self) -> &Batch {
-        &self.buffers[self.current].batch
+        &self.batches[self.current]
     }
 
     /// What the last `step` has to tell.
     pub fn output(&self) -> &StepOutput {
-        &self.buffers[self.current].output
+        &self.output
     }
 
     /// `[max_num_seqs, max_blocks]` block ids by row, and `max_blocks`.
@@ -365,25 +360,21 @@ impl Scheduler {
 
     /// Hands the collected events to the readers of this step.
     fn report(&mut self, now_ns: u64) {
-        self.output.step_id = self.step_id;
-        self.output.time_ns = now_ns;
-        let published = &mut self.buffers[self.current].output;
-        published.clear();
-        std::mem::swap(published, &mut self.output);
+        self.pending.step_id = self.step_id;
+        self.pending.time_ns = now_ns;
+        self.output.clear();
+        std::mem::swap(&mut self.output, &mut self.pending);
         self.publish_stats();
-        if let Some(sink) = &mut self.sink {
-            let output = &self.buffers[self.current].output;
-            if !output.is_empty() {
-                sink.publish(output);
-            }
+        if let Some(sink) = self.sink.as_mut().filter(|_| !self.output.is_empty()) {
+            sink.publish(&self.output);
         }
     }
 
     /// Makes sure that `num_events` more can be told: the arrays are lent to readers and must stay where they are.
     fn make_room_for_events(&mut self, num_events: usize) {
-        if !self.output.has_room(num_events) {
-            let larger = self.output.enlarged(num_events);
-            let mut outgrown = std::mem::replace(&mut self.output, larger);
+        if !self.pending.has_room(num_events) {
+            let larger = self.pending.enlarged(num_events);
+            let mut outgrown = std::mem::replace(&mut self.pending, larger);
             outgrown.clear();
             self.retired_outputs.push(outgrown);
         }

@@ -11,7 +11,9 @@ impl Scheduler {
         if self.batch().num_seqs() > 0 || !self.output().is_empty() {
             self.current ^= 1;
         }
-        self.buffers[self.current].batch.clear();
+        let batch = &mut self.batches[self.current];
+        batch.clear();
+        batch.block_table_updates.append(&mut self.exchanged);
         self.planned_lanes.clear();
         self.singles.clear();
         self.chunks.clear();

@@ -41,7 +41,7 @@ impl Scheduler {
         let row = self.lanes.rows[lane] as u32;
         let column = self.rows.get(row).num_blocks as usize;
         self.rows.push_block(row, block);
-        self.table_updates.push(row, column, &[block.as_i32()]);
+        self.batches[self.current].block_table_updates.push(row, column, &[block.as_i32()]);
         self.lanes.slots[lane] = block.index() as i64 * self.config.block_size as i64;
         true
     }

@@ -61,7 +61,7 @@ impl Scheduler {
         let row = self.rows.get(planned.row);
         let sequence = &self.sequences[row.sequence];
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
         let first_token = batch.token_ids.len() - planned.num_tokens as usize;
         for offset in 0..usize::from(planned.num_prompt_logits) {
             let position = request.num_told_prompt_logprobs as usize + offset;
@@ -80,10 +80,10 @@ impl Scheduler {
         let request = self.requests[slot as usize].as_mut().expect("a sequence has a request");
         for offset in 0..usize::from(planned.num_prompt_logits) {
             request.num_told_prompt_logprobs += 1;
-            self.output.prompt_logprob_requests.push(request.id.as_u64());
-            self.output.prompt_logprob_positions.push(request.num_told_prompt_logprobs as i32);
+            self.pending.prompt_logprob_requests.push(request.id.as_u64());
+            self.pending.prompt_logprob_positions.push(request.num_told_prompt_logprobs as i32);
             let num_logprobs = request.prompt_logprobs.unwrap_or(0) as usize;
-            self.output.prompt_logprobs.push_from(matrix, first_row + offset, num_logprobs);
+            self.pending.prompt_logprobs.push_from(matrix, first_row + offset, num_logprobs);
         }
         row.wants_prompt_logits = request.num_untold_prompt_logprobs() > 0;
     }

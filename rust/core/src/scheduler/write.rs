@@ -7,6 +7,9 @@ impl Scheduler {
         if self.planned_lanes.are_all() {
             self.write_all_lanes();
         } else {
+            let batch = &mut self.batches[self.current];
+            batch.lanes_version = 0;
+            batch.keep_sequences(0);
             let planned_lanes = std::mem::take(&mut self.planned_lanes);
             planned_lanes.iter().for_each(|lane| self.write_lane(lane));
             self.planned_lanes = planned_lanes;
@@ -17,36 +20,40 @@ impl Scheduler {
         for index in 0..self.chunks.len() {
             self.write_sequence(self.chunks[index]);
         }
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
         batch.step_id = self.step_id;
         batch.num_decodes = self.planned_lanes.len() + self.singles.len();
         self.rows.report_freed(&mut batch.freed_rows);
-        std::mem::swap(&mut batch.block_table_updates, &mut self.table_updates);
-        self.table_updates.clear();
         self.in_flight = batch.num_seqs() > 0;
         self.stats.num_steps += u64::from(self.in_flight);
         self.stats.num_scheduled_tokens += batch.num_tokens() as u64;
     }
 
-    /// The batch is empty so far: its leading part is a copy of the lanes.
+    /// The leading part of the batch is a copy of the lanes. Who runs was copied before if that has not changed since.
     fn write_all_lanes(&mut self) {
         let lanes = &self.lanes;
         let num_lanes = self.planned_lanes.len();
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
+        if batch.lanes_version == lanes.version() {
+            batch.keep_sequences(num_lanes);
+        } else {
+            batch.lanes_version = lanes.version();
+            batch.keep_sequences(0);
+            batch.query_start.extend(1..=num_lanes as i32);
+            batch.row_ids.extend_from_slice(&lanes.rows);
+            batch.request_ids.extend_from_slice(&lanes.request_ids);
+            batch.choice_ids.extend_from_slice(&lanes.choice_ids);
+            batch.logits_index.extend(0..num_lanes as i32);
+            batch.sample_index.extend(0..num_lanes as i32);
+            batch.sample_rows.extend_from_slice(&lanes.rows);
+            batch.sample_choices.extend_from_slice(&lanes.choice_ids);
+        }
         batch.token_ids.extend_from_slice(&lanes.tokens);
         batch.positions.extend(lanes.num_tokens.iter().map(|count| count - 1));
         batch.slot_mapping.extend_from_slice(&lanes.slots);
-        batch.query_start.extend(1..=num_lanes as i32);
         batch.seq_lens.extend_from_slice(&lanes.num_tokens);
-        batch.row_ids.extend_from_slice(&lanes.rows);
-        batch.request_ids.extend_from_slice(&lanes.request_ids);
-        batch.choice_ids.extend_from_slice(&lanes.choice_ids);
-        batch.logits_index.extend(0..num_lanes as i32);
-        batch.sample_index.extend(0..num_lanes as i32);
-        batch.sample_rows.extend_from_slice(&lanes.rows);
         let counts = lanes.num_tokens.iter().zip(&lanes.num_prompt_tokens);
         batch.sample_positions.extend(counts.map(|(num_tokens, num_prompt)| num_tokens - num_prompt));
-        batch.sample_choices.extend_from_slice(&lanes.choice_ids);
         batch.max_query_len = 1;
         batch.max_seq_len = lanes.num_tokens.iter().fold(0, |longest, &count| longest.max(count)) as usize;
         let counts = batch.sample_positions.iter().zip(&lanes.extras_below);
@@ -55,7 +62,7 @@ impl Scheduler {
 
     fn write_lane(&mut self, lane: usize) {
         let lanes = &self.lanes;
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
         let token = batch.token_ids.len() as i32;
         batch.token_ids.push(lanes.tokens[lane]);
         batch.positions.push(lanes.num_tokens[lane] - 1);
@@ -81,7 +88,7 @@ impl Scheduler {
         let row = self.rows.get(planned.row);
         let id = row.request.expect("a planned row has a sequence");
         let choice = planned.order.choice() as i32;
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
         let (start, end) = (row.num_computed_tokens, row.num_computed_tokens + planned.num_tokens);
         let tokens = &self.sequences[row.sequence].known().tokens;
         batch.token_ids.extend_from_slice(&tokens[start as usize..end as usize]);
@@ -99,7 +106,7 @@ impl Scheduler {
             self.write_prompt_logits(planned);
         }
         let row = self.rows.get(planned.row);
-        let batch = &mut self.buffers[self.current].batch;
+        let batch = &mut self.batches[self.current];
         if planned.is_sampled {
             batch.sample_index.push(batch.logits_index.len() as i32);
             batch.logits_index.push(batch.token_ids.len() as i32 - 1);
