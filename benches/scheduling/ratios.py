@@ -32,7 +32,7 @@ def compare(small: Steady, large: Steady, num_steps: int) -> dict[str, object]:
     ratios: list[float] = []
     medians: tuple[list[float], list[float]] = ([], [])
     with quiet_gc():
-        for turn in range(max(2, num_steps // STRETCH)):
+        for turn in range(num_steps // STRETCH):
             order = (0, 1) if turn % 2 == 0 else (1, 0)
             stretch = [0.0, 0.0]
             for side in order:
@@ -48,7 +48,7 @@ def compare(small: Steady, large: Steady, num_steps: int) -> dict[str, object]:
 
 def measure_context(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
     """64 sequences with a short against a very long context."""
-    num_steps = 3 * options.num_steps
+    num_steps = max(2 * STRETCH, 3 * options.num_steps)
     small, large = (
         steady(NUM_SEQS, num_steps + STRETCH, context=context, seed=options.seed)
         for context in (CONTEXT, options.long_context)
@@ -60,7 +60,7 @@ def measure_context(options: argparse.Namespace) -> Iterator[tuple[str, object]]
 
 def measure_waiting(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
     """64 sequences, all rows taken, with few against many requests waiting for a row."""
-    num_steps, sizes = 3 * options.num_steps, (10, options.waiting)
+    num_steps, sizes = max(2 * STRETCH, 3 * options.num_steps), (10, options.waiting)
     prompts = np.random.default_rng(options.seed).integers(
         VOCAB_SIZE, size=(max(sizes), NUM_WAITING_TOKENS), dtype=np.int32
     )
@@ -136,7 +136,7 @@ def shuffled(num_blocks: int, seed: int) -> cbrs.Scheduler:
 
 def measure_pool(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
     """24 sequences in a small against a huge pool, with shuffled free lists."""
-    num_steps = min(options.num_steps, 300)
+    num_steps = min(max(2 * STRETCH, options.num_steps), 300)
     sizes = (1000, options.pool_blocks)
     sides, distances = [], []
     for size in sizes:
