@@ -140,7 +140,9 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
         sizes = [int(size) for size in result["steady"]]
         medians = [figures["median_us"] for figures in result["steady"].values()]
         style = {"linewidth": 2.8, "color": "#c0392b"} if name == "cbrs" else {"linewidth": 1.6}
-        axes.plot(sizes, medians, marker="o", label=f"{PEERS[name][2]} {result['version']}", **style)
+        axes.plot(
+            sizes, medians, marker="o", label=f"{PEERS[name][2]} {result['version']}", **style
+        )
         axes.annotate(
             f"{medians[-1]:,.3g}",
             (sizes[-1], medians[-1]),
@@ -174,7 +176,9 @@ def parse() -> argparse.Namespace:
         "--peer-python", action="append", default=[], metavar="NAME=PYTHON", help="once per peer"
     )
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
-    parser.add_argument("--in-flight", type=int, default=1024, help="of the mixed load; 0 = skip it")
+    parser.add_argument(
+        "--in-flight", type=int, default=1024, help="of the mixed load; 0 = skip it"
+    )
     parser.add_argument("--num-steps", type=int, default=100, help="timed steps of steady decode")
     parser.add_argument("--num-mixed-steps", type=int, default=256)
     parser.add_argument("--runs", type=int, default=1, help="the best counts, for cbrs and peers")
@@ -184,7 +188,9 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     pairs = dict(entry.partition("=")[::2] for entry in options.peer_python)
     if unknown := [name for name in pairs if name not in PEERS]:
-        parser.error(f"--peer-python: no peer is called {unknown[0]!r}; there are {', '.join(PEERS)}")
+        parser.error(
+            f"--peer-python: no peer is called {unknown[0]!r}; there are {', '.join(PEERS)}"
+        )
     options.peer_python = pairs
     return options
 

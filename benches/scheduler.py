@@ -60,7 +60,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
-    parser.add_argument("--growth-num-seqs", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384])
+    parser.add_argument(
+        "--growth-num-seqs", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384]
+    )
     parser.add_argument("--context", type=int, default=512, help="tokens, for steady and busy")
     parser.add_argument("--long-context", type=int, default=131_072, help="tokens, for context")
     parser.add_argument("--waiting", type=int, default=100_000)

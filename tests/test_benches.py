@@ -15,6 +15,11 @@ SMALL = [
     *("--context", "48", "--long-context", "600", "--waiting", "100", "--pool-blocks", "2000"),
     *("--in-flight", "16", "--json"),
 ]
+# All but `memory`, which has a test of its own.
+PARTS = [
+    *("steady", "busy", "mixed", "growth", "context", "waiting", "pool"),
+    *("submit", "prefix", "publish", "cancel"),
+]
 EXPECTED_CHECKS = [
     "steady decode, 1 sequences, median",
     "steady decode, 1 sequences, p99",
@@ -63,12 +68,11 @@ def test_a_bench_explains_its_options(program, monkeypatch, capsys):
 
 
 def test_the_scheduler_bench_reports_every_check_and_only_json():
-    parts = "steady busy mixed growth context waiting pool submit prefix publish cancel".split()
-    result = run("scheduler.py", "--only", *parts, *SMALL)
+    result = run("scheduler.py", "--only", *PARTS, *SMALL)
     report = document(result)
     assert len(result.stdout.splitlines()) == 1
     assert report["bench"] == "scheduler"
-    assert list(report["results"]) == parts
+    assert list(report["results"]) == PARTS
     assert [check["name"] for check in report["checks"]] == EXPECTED_CHECKS
     for check in report["checks"]:
         assert set(check) == {"name", "value", "unit", "goal", "ok"}
@@ -78,7 +82,9 @@ def test_the_scheduler_bench_reports_every_check_and_only_json():
 
 
 def test_the_mixed_load_shares_the_heads_of_its_prompts():
-    report = document(run("scheduler.py", "--only", "mixed", *SMALL[:4], "--json", "--num-steps", "40"))
+    report = document(
+        run("scheduler.py", "--only", "mixed", *SMALL[:4], "--json", "--num-steps", "40")
+    )
     (mixed,) = report["results"]["mixed"]["runs"]
     assert mixed["cached_tokens_per_request"] == 256
     assert mixed["admitted_per_step"] == pytest.approx(1024 / 128, rel=0.2)
@@ -93,7 +99,12 @@ def test_the_memory_bench_sees_sequences_blocks_and_growth(monkeypatch):
     assert memory.bytes_with_blocks(1024) > 0
     before, after = memory.growth_over_requests(1024)
     assert 0 < before <= after + (1 << 24)
-    result = {"bytes_per_sequence": 401, "bytes_per_block": 100, "num_requests": 9, "growth_bytes": 0}
+    result = {
+        "bytes_per_sequence": 401,
+        "bytes_per_block": 100,
+        "num_requests": 9,
+        "growth_bytes": 0,
+    }
     assert [check["ok"] for check in memory.memory_checks(result)] == [False, True, True]
 
 

@@ -174,7 +174,10 @@ def run_mixed(make: type[Peer], in_flight: int, num_steps: int, seed: int) -> di
         duration, num_tokens, num_ended = step(peer)
         if index >= num_warm_up_steps:
             submit_ns, step_ns = submit_ns + submitted, step_ns + duration
-            num_output_tokens, num_submitted = num_output_tokens + num_tokens, num_submitted + to_submit
+            num_output_tokens, num_submitted = (
+                num_output_tokens + num_tokens,
+                num_submitted + to_submit,
+            )
             durations.append(duration)
         to_submit = num_ended
     gc.unfreeze()

@@ -43,7 +43,7 @@ class Peer:
                 use_cuda_graph=False,
             ),
         )
-        # Taken away for want of CUDA; with it the decode path fills block tables, and nothing per token.
+        # Taken away for want of CUDA; it lets decodes fill block tables instead of token indices.
         blocks = limits.max_model_len // limits.block_size + 1
         manager.continuous_batching_config.max_blocks_per_request = blocks
         self.manager = manager

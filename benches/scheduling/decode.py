@@ -8,6 +8,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 
@@ -142,7 +143,9 @@ def measure_busy(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
 
 def busy_checks(results: dict[str, dict[str, float]]) -> list[dict[str, object]]:
     name = "p99 with a busy Python thread to p99 without, {} sequences"
-    return [check(name.format(size), result["ratio"], "ratio", 2) for size, result in results.items()]
+    return [
+        check(name.format(size), result["ratio"], "ratio", 2) for size, result in results.items()
+    ]
 
 
 def measure_growth(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
@@ -159,7 +162,7 @@ def measure_growth(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
     def exponent(first: int, last: int) -> float:
         return round(math.log(medians[last] / medians[first]) / math.log(last / first), 4)
 
-    steps = {f"{a} to {b}": exponent(a, b) for a, b in zip(sizes, sizes[1:], strict=False)}
+    steps = {f"{a} to {b}": exponent(a, b) for a, b in pairwise(sizes)}
     yield (
         "",
         {

@@ -138,7 +138,9 @@ def memory_checks(result: dict[str, float]) -> list[dict[str, object]]:
     name = "memory of a running sequence besides tokens and block table"
     return [
         check(name, result["bytes_per_sequence"], "bytes", 400),
-        check("metadata of a block, stored tokens included", result["bytes_per_block"], "bytes", 100),
+        check(
+            "metadata of a block, stored tokens included", result["bytes_per_block"], "bytes", 100
+        ),
         check(
             f"growth over {result['num_requests']} requests",
             result["growth_bytes"],

@@ -18,7 +18,7 @@ NUM_SHARED_TOKENS = 256
 NUM_HEADS = 16
 NUM_OUTPUT_TOKENS = 128
 TOKEN_BUDGET = 8192
-# Prompts are used again after at least so many requests; their own halves have long been evicted then.
+# Prompts are used again after so many requests or more: their own halves have been evicted then.
 NUM_PROMPTS = 4096
 
 
@@ -55,7 +55,9 @@ def run_mixed(num_in_flight: int, num_steps: int, seed: int) -> dict[str, float]
     fetch = fetcher(batch)
     to_submit, at = num_in_flight, 0
     submit_ns, step_ns, num_output_tokens, num_admitted, num_cached = [], [], 0, [], 0
-    num_warm_up_steps = 2 * NUM_OUTPUT_TOKENS + 2 * num_in_flight * NUM_PROMPT_TOKENS // TOKEN_BUDGET
+    num_warm_up_steps = (
+        2 * NUM_OUTPUT_TOKENS + 2 * num_in_flight * NUM_PROMPT_TOKENS // TOKEN_BUDGET
+    )
     with quiet_gc():
         for index in range(num_warm_up_steps + num_steps):
             chosen = [pool[(at + offset) % len(pool)] for offset in range(to_submit)]
