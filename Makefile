@@ -13,6 +13,7 @@ PROFILE ?= checked
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 MUTANTS ?=
+PEERS ?=
 # The oldest glibc that the wheel of `make dist` runs on; zig links against it whatever is installed.
 MANYLINUX ?= manylinux_2_28
 PYTHON_SOURCES := python tests benches kernels scripts
@@ -126,9 +127,16 @@ dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux w
 	CBRS_DIST=dist CBRS_MANYLINUX=$(MANYLINUX) $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
 	@sha256sum dist/cbrs-*
 
+# No program of its own, and one that needs other engines and minutes.
+NOT_IN_BENCH := benches/hardware.py benches/compare_schedulers.py
+
 .PHONY: bench
 bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last (PROFILE=release for figures)
-	@for bench in $(filter-out benches/hardware.py,$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
+	@for bench in $(filter-out $(NOT_IN_BENCH),$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
+
+.PHONY: compare
+compare: $(NEED_BUILD) ## run other engines' schedulers beside ours (PEERS="--peer-python vllm=...", PROFILE=release)
+	$(PY) benches/compare_schedulers.py --plot docs/schedulers.png $(PEERS)
 
 .PHONY: mutants
 mutants: $(NEED_SETUP) ## plant each known fault in turn; one that no test notices is an error (MUTANTS="id ...")

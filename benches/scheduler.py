@@ -4,9 +4,12 @@
 
 Steady decode is timed with every array of the batch and of its outputs fetched as a numpy view
 after each step, since that is what an engine does; `step_alone` in the results is the call without
-them, and `arrays` the difference. The garbage collector is frozen and off while something is
-timed. Where two situations are compared, they take turns in one process, so that whatever else the
-machine does hits both. Prints each figure as it comes and, as its last line, one JSON object.
+them, and `arrays` the difference. With --criterion (`target/criterion`), `rust` is the same step
+without Python, commit and plan, and `hand_over` what the call adds to it. Python's garbage
+collector is frozen and off while something is timed. Where two situations are compared, they take
+turns in one process, so that whatever else the machine does hits both.
+
+Prints each figure as it comes and, as its last line, one JSON object.
 
 The parts, chosen with --only:
 
@@ -30,6 +33,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hardware import describe_run
@@ -72,6 +76,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--soak", action="store_true", help="memory over 10,000,000 requests")
     parser.add_argument("--num-steps", type=int, default=400, help="timed steps of a run")
     parser.add_argument("--runs", type=int, default=5, help="for steady and mixed")
+    parser.add_argument(
+        "--criterion", type=Path, metavar="DIR", help="results of benches/scheduler.rs, for steady"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print only the JSON line to stdout")
     return parser.parse_args(arguments)
@@ -94,6 +101,7 @@ def main() -> None:
         line = f"{entry['name']}: {entry['value']} {entry['unit']} ({entry['goal']})"
         print(f"{verdict:>6}  {line}", file=progress)
     settings = {name: value for name, value in vars(options).items() if name != "json"}
+    settings["criterion"] = options.criterion and str(options.criterion)
     run = describe_run(**settings)
     print(json.dumps({"bench": "scheduler", **run, "results": results, "checks": checks}))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -62,12 +64,26 @@ def measure_steady(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
         result = over_runs(fetched)
         result |= {f"step_alone_{name}": value for name, value in over_runs(alone).items()}
         result["arrays_us"] = round(result["median_us"] - result["step_alone_median_us"], 3)
+        if (rust_us := rust_alone_us(options.criterion, num_seqs)) is not None:
+            result["rust_us"] = rust_us
+            result["hand_over_us"] = round(result["step_alone_median_us"] - rust_us, 3)
         result["ns_per_seq"] = round(1e3 * result["median_us"] / num_seqs, 2)
         results[str(num_seqs)] = result
         yield f"steady decode, {num_seqs} sequences", result
     results["no sequence"] = measure_empty(options)
     yield "step without a sequence (the call itself)", results["no sequence"]
     yield "", results
+
+
+def rust_alone_us(folder: Path | None, num_seqs: int) -> float | None:
+    """Median of the same step as `benches/scheduler.rs` measured it; None if it did not."""
+    if folder is None:
+        return None
+    path = folder / "steady_decode" / "num_seqs" / str(num_seqs) / "new" / "estimates.json"
+    if not path.is_file():
+        return None
+    estimates = json.loads(path.read_text(encoding="utf-8"))
+    return round(estimates["median"]["point_estimate"] / 1e3, 3)
 
 
 def measure_empty(options: argparse.Namespace) -> dict[str, float]:
