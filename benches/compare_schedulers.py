@@ -85,6 +85,11 @@ def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def rounded(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):,.10g}"
+
+
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """How many times as long as cbrs each peer takes."""
     ours, table = results.get("cbrs", {}), {}
@@ -122,7 +127,7 @@ def table(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> st
         cells = []
         for key, value in figures.items():
             factor = factors.get(name, {}).get(key)
-            cells.append(f"{value:,.4g}" + (f" ({factor:,.3g}x)" if factor else ""))
+            cells.append(rounded(value) + (f" ({rounded(factor)}x)" if factor else ""))
         rows.append([f"{label} {result['version']}", *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -144,7 +149,7 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
             sizes, medians, marker="o", label=f"{PEERS[name][2]} {result['version']}", **style
         )
         axes.annotate(
-            f"{medians[-1]:,.3g}",
+            rounded(medians[-1]),
             (sizes[-1], medians[-1]),
             xytext=(8, 0),
             textcoords="offset points",
@@ -155,7 +160,7 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
     axes.set_yscale("log")
     all_sizes = sorted({int(size) for result in measured.values() for size in result["steady"]})
     axes.set_xticks(all_sizes, [f"{size:,}" for size in all_sizes])
-    axes.set_xlim(all_sizes[0] / 1.3, all_sizes[-1] * 2.2)
+    axes.set_xlim(all_sizes[0] / 1.3, all_sizes[-1] * 3)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.set_xlabel("sequences decoding, about 512 tokens of context each")
     axes.set_ylabel("microseconds a step (median)")

@@ -82,12 +82,11 @@ def test_the_scheduler_bench_reports_every_check_and_only_json():
 
 
 def test_the_mixed_load_shares_the_heads_of_its_prompts():
-    report = document(
-        run("scheduler.py", "--only", "mixed", *SMALL[:4], "--json", "--num-steps", "40")
-    )
-    (mixed,) = report["results"]["mixed"]["runs"]
+    loop = ["--only", "mixed", "--in-flight", "128", "--num-steps", "40", "--runs", "1", "--json"]
+    (mixed,) = document(run("scheduler.py", *loop))["results"]["mixed"]["runs"]
     assert mixed["cached_tokens_per_request"] == 256
-    assert mixed["admitted_per_step"] == pytest.approx(1024 / 128, rel=0.2)
+    # All of them end within 128 steps or a little more, and others take their place.
+    assert mixed["admitted_per_step"] == pytest.approx(1, rel=0.35)
 
 
 def test_the_memory_bench_sees_sequences_blocks_and_growth(monkeypatch):
