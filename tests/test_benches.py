@@ -81,6 +81,19 @@ def test_the_scheduler_bench_reports_every_check_and_only_json():
             assert check["value"] > 0, check
 
 
+def test_block_boundaries_are_staggered_and_contexts_equal(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from scheduling import load
+
+    steady = load.steady(160, 40, context=40)
+    for _ in range(16):
+        steady.steps(1)
+        batch = steady.batch
+        assert len(batch.block_table_updates[0]) == 160 // 16
+        assert batch.max_seq_len - batch.seq_lens.min() == 15
+    steady.close()
+
+
 def test_the_mixed_load_shares_the_heads_of_its_prompts():
     loop = ["--only", "mixed", "--in-flight", "128", "--num-steps", "40", "--runs", "1", "--json"]
     (mixed,) = document(run("scheduler.py", *loop))["results"]["mixed"]["runs"]
