@@ -147,22 +147,13 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
         sizes = [int(size) for size in result["steady"]]
         medians = [figures["median_us"] for figures in result["steady"].values()]
         style = {"linewidth": 2.8, "color": "#c0392b"} if name == "cbrs" else {"linewidth": 1.6}
-        axes.plot(
-            sizes, medians, marker="o", label=f"{PEERS[name][2]} {result['version']}", **style
-        )
-        axes.annotate(
-            rounded(medians[-1]),
-            (sizes[-1], medians[-1]),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        label = f"{PEERS[name][2]} {result['version']} ({rounded(medians[-1])} at {sizes[-1]:,})"
+        axes.plot(sizes, medians, marker="o", label=label, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     all_sizes = sorted({int(size) for result in measured.values() for size in result["steady"]})
     axes.set_xticks(all_sizes, [f"{size:,}" for size in all_sizes])
-    axes.set_xlim(all_sizes[0] / 1.3, all_sizes[-1] * 3)
+    axes.set_xlim(all_sizes[0] / 1.3, all_sizes[-1] * 1.3)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.set_xlabel("sequences decoding, about 512 tokens of context each")
     axes.set_ylabel("microseconds a step (median)")

@@ -121,11 +121,12 @@ def test_the_memory_bench_sees_sequences_blocks_and_growth(monkeypatch):
 
 
 def test_schedulers_are_compared_and_missing_peers_are_skipped(tmp_path):
+    pytest.importorskip("matplotlib")
     result = run(
         "compare_schedulers.py",
         *("--only", "cbrs", "vllm", "--peer-python", f"vllm={tmp_path / 'none'}"),
         *("--num-seqs", "1", "32", "--num-steps", "5", "--in-flight", "8"),
-        *("--num-mixed-steps", "40", "--json"),
+        *("--num-mixed-steps", "40", "--json", "--plot", str(tmp_path / "plot.png")),
     )
     report = document(result)
     ours = report["results"]["cbrs"]
@@ -133,3 +134,4 @@ def test_schedulers_are_compared_and_missing_peers_are_skipped(tmp_path):
     assert ours["mixed"]["us_per_output_token"] > 0
     assert "No such file" in report["results"]["vllm"]["skipped"]
     assert report["results"]["ratios"] == {}
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
