@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 MUTANTS ?=
 BENCH_ARGS ?=
+PEERS ?=
 # The oldest glibc that the wheel of `make dist` runs on; zig links against it whatever is installed.
 MANYLINUX ?= manylinux_2_28
 PYTHON_SOURCES := python tests benches kernels scripts
@@ -134,9 +135,16 @@ dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux w
 	CBRS_DIST=dist CBRS_MANYLINUX=$(MANYLINUX) $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
 	@sha256sum dist/cbrs-*
 
+# No program of its own, and one that needs other engines and minutes.
+NOT_IN_BENCH := benches/hardware.py benches/compare_schedulers.py
+
 .PHONY: bench
 bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last (PROFILE=release for figures)
-	@for bench in $(filter-out benches/hardware.py,$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
+	@for bench in $(filter-out $(NOT_IN_BENCH),$(wildcard benches/*.py)); do echo "=== $$bench"; $(PY) "$$bench"; done
+
+.PHONY: compare
+compare: $(NEED_BUILD) ## run other engines' schedulers beside ours (PEERS="--peer-python vllm=...", PROFILE=release)
+	$(PY) benches/compare_schedulers.py --plot docs/schedulers.png $(PEERS)
 
 .PHONY: bench-rust
 bench-rust: ## run the Rust benchmarks of the core, without Python (BENCH_ARGS="--bench queue")

@@ -1,0 +1,151 @@
+"""Memory: bytes of a running sequence, bytes of a block, and growth over many requests.
+
+Rust's memory is seen as the resident set of the process: each reading is that of a fresh process,
+and what a figure counts is the difference of two of them that differ in one number only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+import cbrs
+
+from .load import BLOCK_SIZE, VOCAB_SIZE, check, config
+
+NUM_SEQS = (2048, 18_432)
+NUM_SEQUENCE_TOKENS = 64
+NUM_BLOCKS = (65_536, 524_288)
+NUM_PROMPT_TOKENS = 1024
+NUM_WARM_UP_REQUESTS = 100_000
+SOAK_NUM_REQUESTS = 10_000_000
+
+
+def resident_bytes() -> int:
+    """Resident set of this process."""
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Rss:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("the kernel does not tell the resident set")
+
+
+def run_all(scheduler: cbrs.Scheduler, prompts: np.ndarray, max_tokens: int, stop_at: int) -> None:
+    """Submits all prompts and steps until `stop_at` sequences run, or none is left."""
+    for prompt in prompts:
+        scheduler.submit(prompt, max_tokens=max_tokens, ignore_eos=True)
+    batch = scheduler.step()
+    while 0 < batch.num_seqs < stop_at:
+        batch = scheduler.step(np.zeros(len(batch.sample_index), dtype=np.int32))
+    if batch.num_seqs:
+        scheduler.step(np.zeros(len(batch.sample_index), dtype=np.int32))
+
+
+def bytes_with_seqs(num_seqs: int) -> int:
+    """Resident bytes with so many running sequences of few tokens; all else is the same."""
+    token_budget = 2 * max(NUM_SEQS)
+    scheduler = cbrs.Scheduler(
+        config(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=token_budget,
+            num_blocks=max(NUM_SEQS) * NUM_SEQUENCE_TOKENS // BLOCK_SIZE,
+            max_model_len=NUM_SEQUENCE_TOKENS,
+        )
+    )
+    random = np.random.default_rng(0)
+
+    def prompts(number: int, num_tokens: int) -> np.ndarray:
+        return random.integers(VOCAB_SIZE, size=(number, num_tokens), dtype=np.int32)
+
+    # Prompts that fill the budget: the arrays of both buffer sets are in memory from here on.
+    full = NUM_SEQUENCE_TOKENS - 1
+    for _ in range(2):
+        run_all(scheduler, prompts(token_budget // full, full), 1, num_seqs + 1)
+    run_all(scheduler, prompts(num_seqs, BLOCK_SIZE // 2), NUM_SEQUENCE_TOKENS // 2, num_seqs)
+    assert scheduler.stats()["num_running"] == num_seqs, "not all of them run"
+    return resident_bytes()
+
+
+def bytes_with_blocks(num_blocks: int) -> int:
+    """Resident bytes with so many blocks, every one of which was filled and published."""
+    scheduler = cbrs.Scheduler(
+        config(
+            max_num_seqs=16,
+            max_num_batched_tokens=16 * NUM_PROMPT_TOKENS,
+            num_blocks=num_blocks,
+            max_model_len=2 * NUM_PROMPT_TOKENS,
+        )
+    )
+    random = np.random.default_rng(0)
+    for _ in range(num_blocks * BLOCK_SIZE // (16 * NUM_PROMPT_TOKENS) + 2):
+        prompts = random.integers(VOCAB_SIZE, size=(16, NUM_PROMPT_TOKENS), dtype=np.int32)
+        run_all(scheduler, prompts, 1, 17)
+    stats = scheduler.stats()
+    assert stats["num_cached_blocks"] >= 0.99 * num_blocks, "the cache is not full"
+    return resident_bytes()
+
+
+def growth_over_requests(num_requests: int) -> list[int]:
+    """Resident bytes after 100,000 small requests, and after `num_requests`."""
+    scheduler = cbrs.Scheduler(
+        config(
+            max_num_seqs=256,
+            max_num_batched_tokens=256 * BLOCK_SIZE,
+            num_blocks=4096,
+            max_model_len=64,
+        )
+    )
+    random, done, readings = np.random.default_rng(0), 0, []
+    for target in (min(NUM_WARM_UP_REQUESTS, num_requests // 2), num_requests):
+        while done < target:
+            prompts = random.integers(VOCAB_SIZE, size=(256, BLOCK_SIZE + 1), dtype=np.int32)
+            run_all(scheduler, prompts, 1, 257)
+            done += 256
+        readings.append(resident_bytes())
+    return readings
+
+
+def in_fresh_process(function: object, argument: int) -> object:
+    """The result of `function(argument)` in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        return executor.submit(function, argument).result()  # type: ignore[arg-type]
+
+
+def measure_memory(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    few, many = (in_fresh_process(bytes_with_seqs, num_seqs) for num_seqs in NUM_SEQS)
+    per_seq = (many - few) / (NUM_SEQS[1] - NUM_SEQS[0])
+    # Room for all tokens as int32, and one table entry for each block.
+    own = 4 * NUM_SEQUENCE_TOKENS + 4 * NUM_SEQUENCE_TOKENS // BLOCK_SIZE
+    result: dict[str, object] = {"bytes_per_sequence": round(per_seq - own, 1)}
+    result["tokens_and_table_bytes"] = own
+    yield "memory of a running sequence, without tokens and block table", dict(result)
+    few, many = (in_fresh_process(bytes_with_blocks, num_blocks) for num_blocks in NUM_BLOCKS)
+    result["bytes_per_block"] = round((many - few) / (NUM_BLOCKS[1] - NUM_BLOCKS[0]), 1)
+    yield "memory of a block", {"bytes_per_block": result["bytes_per_block"]}
+    num_requests = SOAK_NUM_REQUESTS if options.soak else options.num_requests
+    before, after = in_fresh_process(growth_over_requests, num_requests)
+    result |= {"num_requests": num_requests, "growth_bytes": after - before}
+    yield f"growth over {num_requests} requests", {"growth_bytes": result["growth_bytes"]}
+    yield "", result
+
+
+def memory_checks(result: dict[str, float]) -> list[dict[str, object]]:
+    """A leak of one byte a request is seen; the allocator may move by half a megabyte."""
+    name = "memory of a running sequence besides tokens and block table"
+    return [
+        check(name, result["bytes_per_sequence"], "bytes", 400),
+        check(
+            "metadata of a block, stored tokens included", result["bytes_per_block"], "bytes", 100
+        ),
+        check(
+            f"growth over {result['num_requests']} requests",
+            result["growth_bytes"],
+            "bytes",
+            512 * 1024,
+            "none: <= 524288",
+        ),
+    ]

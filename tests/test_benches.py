@@ -1,0 +1,137 @@
+"""The benchmarks still run and say what they ought to: tiny loads, and no figure is looked at."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHES = Path(__file__).resolve().parent.parent / "benches"
+PROGRAMS = sorted(path.name for path in BENCHES.glob("*.py") if path.name != "hardware.py")
+SMALL = [
+    *("--num-steps", "5", "--runs", "1", "--num-seqs", "1", "64", "--growth-num-seqs", "64", "256"),
+    *("--context", "48", "--long-context", "600", "--waiting", "100", "--pool-blocks", "2000"),
+    *("--in-flight", "16", "--json"),
+]
+# All but `memory`, which has a test of its own.
+PARTS = [
+    *("steady", "busy", "mixed", "growth", "context", "waiting", "pool"),
+    *("submit", "prefix", "publish", "cancel"),
+]
+EXPECTED_CHECKS = [
+    "steady decode, 1 sequences, median",
+    "steady decode, 1 sequences, p99",
+    "steady decode, 64 sequences, median",
+    "steady decode, 64 sequences, p99",
+    "p99 with a busy Python thread to p99 without, 64 sequences",
+    "mixed load, 16 in flight, submit and step",
+    "mixed load, 16 in flight, p99.9 of a step",
+    "exponent of time, 64 to 256 sequences",
+    "step of 64 sequences, context 600 to 512",
+    "step of 64 sequences, 100 to 10 waiting",
+    "step of 24 sequences, pool of 2000 to 1000 blocks",
+    "submit, 512 tokens as int32 array",
+    "submit, 512 tokens as list of int",
+    "prefix look-up, 4096 cached tokens",
+    "publication of a block",
+    "cancel, 10000 to 10 live",
+    "step that ends 10 waiters, 10000 to 10 live",
+]
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHES / program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def document(result: subprocess.CompletedProcess[str]) -> dict:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_bench_explains_its_options(program, monkeypatch, capsys):
+    """In this process, which may have imported torch already."""
+    if program in ("attention.py", "sampling.py"):
+        pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHES))
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(BENCHES / program), run_name="__main__")
+    assert "--json" in capsys.readouterr().out
+
+
+def test_the_scheduler_bench_reports_every_check_and_only_json():
+    result = run("scheduler.py", "--only", *PARTS, *SMALL)
+    report = document(result)
+    assert len(result.stdout.splitlines()) == 1
+    assert report["bench"] == "scheduler"
+    assert list(report["results"]) == PARTS
+    assert [check["name"] for check in report["checks"]] == EXPECTED_CHECKS
+    for check in report["checks"]:
+        assert set(check) == {"name", "value", "unit", "goal", "ok"}
+        # A look-up or a publication is a difference of two times, which noise may turn around.
+        if check["name"] not in ("prefix look-up, 4096 cached tokens", "publication of a block"):
+            assert check["value"] > 0, check
+
+
+def test_block_boundaries_are_staggered_and_contexts_equal(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from scheduling import load
+
+    steady = load.steady(160, 40, context=40)
+    for _ in range(16):
+        steady.steps(1)
+        batch = steady.batch
+        assert len(batch.block_table_updates[0]) == 160 // 16
+        assert batch.max_seq_len - batch.seq_lens.min() == 15
+    steady.close()
+
+
+def test_the_mixed_load_shares_the_heads_of_its_prompts():
+    loop = ["--only", "mixed", "--in-flight", "128", "--num-steps", "40", "--runs", "1", "--json"]
+    (mixed,) = document(run("scheduler.py", *loop))["results"]["mixed"]["runs"]
+    assert mixed["cached_tokens_per_request"] == 256
+    # All of them end within 128 steps or a little more, and others take their place.
+    assert mixed["admitted_per_step"] == pytest.approx(1, rel=0.35)
+
+
+def test_the_memory_bench_sees_sequences_blocks_and_growth(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from scheduling import memory
+
+    monkeypatch.setattr(memory, "NUM_SEQS", (16, 32))
+    assert memory.bytes_with_seqs(16) > 0
+    assert memory.bytes_with_blocks(1024) > 0
+    before, after = memory.growth_over_requests(1024)
+    assert 0 < before <= after + (1 << 24)
+    result = {
+        "bytes_per_sequence": 401,
+        "bytes_per_block": 100,
+        "num_requests": 9,
+        "growth_bytes": 0,
+    }
+    assert [check["ok"] for check in memory.memory_checks(result)] == [False, True, True]
+
+
+def test_schedulers_are_compared_and_missing_peers_are_skipped(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run(
+        "compare_schedulers.py",
+        *("--only", "cbrs", "vllm", "--peer-python", f"vllm={tmp_path / 'none'}"),
+        *("--num-seqs", "1", "32", "--num-steps", "5", "--in-flight", "8"),
+        *("--num-mixed-steps", "40", "--json", "--plot", str(tmp_path / "plot.png")),
+    )
+    report = document(result)
+    ours = report["results"]["cbrs"]
+    assert list(ours["steady"]) == ["1", "32"]
+    assert ours["mixed"]["us_per_output_token"] > 0
+    assert "No such file" in report["results"]["vllm"]["skipped"]
+    assert report["results"]["ratios"] == {}
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
