@@ -5,8 +5,8 @@ use std::ptr;
 use cbrs_core::Error;
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
-use pyo3::ffi;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 

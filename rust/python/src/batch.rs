@@ -13,7 +13,8 @@ use crate::views::{Lender, Updates, Views, copied};
 
 /// What runs in one step, as flat arrays. `T` tokens, `S` sequences, `R` samples.
 ///
-/// Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns; do not write to them.
+/// Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns; do not write to them. A later batch may
+/// hold the same array objects, with what is true then.
 #[pyclass(frozen, module = "cbrs")]
 pub(crate) struct Batch {
     step_id: u64,

@@ -91,9 +91,7 @@ impl Memory {
 #[allow(unsafe_code)]
 unsafe fn view_of<T: Element>(ptr: *const T, len: usize, memory: &Bound<'_, Memory>) -> Py<PyArray1<T>> {
     // SAFETY: as the caller says; the view holds a reference to `memory`.
-    unsafe {
-        PyArray1::borrow_from_array(&ArrayView1::from_shape_ptr(len, ptr), memory.clone().into_any()).unbind()
-    }
+    unsafe { PyArray1::borrow_from_array(&ArrayView1::from_shape_ptr(len, ptr), memory.clone().into_any()).unbind() }
 }
 
 /// A view of an array of the core's that is never reallocated.

@@ -149,7 +149,10 @@ pub(crate) struct Views {
 /// What changed in the block tables: in lent memory, or, if there is too much for it, copied.
 pub(crate) enum Updates {
     /// So many of one block each, in the memory of a set of batch arrays.
-    Lent { set: usize, num_updates: usize },
+    Lent {
+        set: usize,
+        num_updates: usize,
+    },
     Copied([Py<PyArray1<i32>>; 4]),
 }
 
