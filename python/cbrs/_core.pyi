@@ -187,7 +187,7 @@ class Batch:
     log-probabilities are wanted.
 
     Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns;
-    do not write to them.
+    do not write to them. A later batch may hold the same array objects, with what is true then.
     """
 
     @property

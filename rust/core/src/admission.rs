@@ -14,6 +14,8 @@
 //! consumer after the pop: at most `max_requests - 1` others are ahead, so the slot that comes next was freed by the pop
 //! of a request whose release (or that of a later one) this reservation has seen.
 
+use crossbeam_utils::CachePadded;
+
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -35,7 +37,7 @@ const MAX_REQUESTS: u64 = (1 << (u64::BITS - TOKEN_BITS)) - 1;
 /// ```
 #[derive(Debug)]
 pub struct AdmissionGate {
-    queued: AtomicU64,
+    queued: CachePadded<AtomicU64>,
     max_requests: usize,
     max_tokens: u64,
 }
@@ -52,7 +54,7 @@ impl AdmissionGate {
             "a bound of {max_requests} waiting requests, but at most {limit} can be counted"
         );
         let max_tokens = max_tokens.unwrap_or(MAX_TOKENS).min(MAX_TOKENS);
-        Self { queued: AtomicU64::new(0), max_requests, max_tokens }
+        Self { queued: CachePadded::new(AtomicU64::new(0)), max_requests, max_tokens }
     }
 
     /// Reserves room for one request of `num_tokens` prompt tokens, or nothing.

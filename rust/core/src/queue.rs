@@ -6,17 +6,20 @@
 //! ```text
 //! tail   u64   position << 1 | closed     next position to push to; the closed bit is set once and stays
 //! head   u64   position                   next position to pop from
-//! slot   position % capacity,  lap = position / capacity
+//! position     lap << index_bits | index  of a slot; after the last slot comes slot 0 of the next lap
 //! stamp  u64   2 * lap                    free, waits for the push of this lap
 //!              2 * lap + 1                filled by the push of this lap
 //! ```
 //!
+//! A position is lap and index, not a count, so that any capacity is exact and neither is found by a division.
+//!
 //! A push claims a position by moving `tail`, writes the item, then publishes it by the stamp; a pop claims by moving
 //! `head`, takes the item out, then frees the slot by the stamp. Whoever moved the counter is the only one who touches
-//! the slot until it writes the next stamp. Positions have 63 bits and do not wrap in the life of a process.
+//! the slot until it writes the next stamp. Positions have 63 bits, at least 2^62 of them are used, and they do not wrap in the life
+//! of a process.
 //!
 //! Invariants: a position is claimed by one push and one pop; `head <= tail <= head + capacity` (over slots not yet
-//! freed); after `close` the tail never moves, hence nothing is accepted any more; each item is handed out or dropped
+//! freed, counted by position); after `close` the tail never moves, hence nothing is accepted any more; each item is handed out or dropped
 //! once.
 //!
 //! Nobody spins: a full ring, a closed one, and one whose next item is still being written are answered at once. A
@@ -32,8 +35,6 @@ use crate::sync::{AtomicU64, Ordering, UnsafeCell};
 
 /// Bit of `tail` that says that the queue is closed.
 const CLOSED: u64 = 1;
-/// One position, as it stands in `tail` above the closed bit.
-const ONE_POSITION: u64 = 2;
 
 struct Slot<T> {
     stamp: AtomicU64,
@@ -58,6 +59,8 @@ pub struct RequestQueue<T> {
     /// Written by the consumer.
     head: CachePadded<AtomicU64>,
     slots: Box<[Slot<T>]>,
+    /// Low bits of a position that are the index of its slot.
+    index_bits: u32,
 }
 
 /// Why a push was refused; gives the item back.
@@ -104,13 +107,32 @@ impl<T> RequestQueue<T> {
             tail: CachePadded::new(AtomicU64::new(0)),
             head: CachePadded::new(AtomicU64::new(0)),
             slots: (0..capacity).map(slot).collect(),
+            index_bits: capacity.next_power_of_two().trailing_zeros(),
         }
+    }
+
+    fn index(&self, position: u64) -> usize {
+        (position & ((1 << self.index_bits) - 1)) as usize
+    }
+
+    fn lap(&self, position: u64) -> u64 {
+        position >> self.index_bits
     }
 
     /// The slot of `position` and its stamp when free for that position.
     fn slot(&self, position: u64) -> (&Slot<T>, u64) {
-        let capacity = self.slots.len() as u64;
-        (&self.slots[(position % capacity) as usize], position / capacity * 2)
+        (&self.slots[self.index(position)], 2 * self.lap(position))
+    }
+
+    /// The position after `position`.
+    fn after(&self, position: u64) -> u64 {
+        let is_last = self.index(position) + 1 == self.capacity();
+        if is_last { (self.lap(position) + 1) << self.index_bits } else { position + 1 }
+    }
+
+    /// How many positions come before `position`.
+    fn count(&self, position: u64) -> u64 {
+        self.lap(position) * self.capacity() as u64 + self.index(position) as u64
     }
 
     /// Appends `item`; returns at once, also when there is no room.
@@ -139,7 +161,8 @@ impl<T> RequestQueue<T> {
             }
             // Relaxed: the exchange decides who writes the slot, and publishes nothing; the stamp does. It fails if
             // `close` came first, as the closed bit is part of the same word.
-            match self.tail.compare_exchange_weak(tail, tail + ONE_POSITION, Ordering::Relaxed, Ordering::Relaxed) {
+            let next = self.after(tail >> 1) << 1;
+            match self.tail.compare_exchange_weak(tail, next, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => {
                     Self::fill(slot, item);
                     // Release: pairs with the Acquire of the pop of this position, which then sees the item.
@@ -167,7 +190,7 @@ impl<T> RequestQueue<T> {
                 head = self.head.load(Ordering::Relaxed);
                 continue;
             }
-            match self.head.compare_exchange_weak(head, head + 1, Ordering::Relaxed, Ordering::Relaxed) {
+            match self.head.compare_exchange_weak(head, self.after(head), Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => {
                     let item = Self::take(slot);
                     // Release: pairs with the Acquire of the push of the next lap; our read is over before it writes.
@@ -221,9 +244,13 @@ impl<T> RequestQueue<T> {
 
     /// Number of items, those being written included. A snapshot, exact while nobody pushes or pops.
     pub fn len(&self) -> usize {
-        let head = self.head.load(Ordering::Relaxed);
-        let tail = self.tail.load(Ordering::Relaxed) >> 1;
-        (tail.saturating_sub(head) as usize).min(self.capacity())
+        let head = self.count(self.head.load(Ordering::Relaxed));
+        (self.num_pushed().saturating_sub(head) as usize).min(self.capacity())
+    }
+
+    /// Number of items that were ever accepted.
+    pub fn num_pushed(&self) -> u64 {
+        self.count(self.tail.load(Ordering::Relaxed) >> 1)
     }
 
     /// Most items at a time.

@@ -44,7 +44,8 @@ struct Slot {
 #[derive(Debug)]
 pub struct SlotTable {
     free: CachePadded<AtomicU64>,
-    num_free: AtomicUsize,
+    /// Not beside `slots`, which every thread reads.
+    num_free: CachePadded<AtomicUsize>,
     slots: Box<[Slot]>,
 }
 
@@ -60,7 +61,7 @@ impl SlotTable {
         let slot = |index| Slot { state: AtomicU64::new(1 << 32), next: AtomicU32::new(link(index + 1)) };
         Self {
             free: CachePadded::new(AtomicU64::new(u64::from(link(0)))),
-            num_free: AtomicUsize::new(num_slots),
+            num_free: CachePadded::new(AtomicUsize::new(num_slots)),
             slots: (0..end).map(slot).collect(),
         }
     }

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::admission::AdmissionGate;
@@ -58,7 +58,6 @@ pub(crate) struct Shared {
     pub(crate) hasher: PrefixHasher,
     /// The last step's snapshot; locked only to copy it.
     pub(crate) stats: Mutex<Stats>,
-    num_accepted: AtomicU64,
     /// Whether requests that have not started must wait, and whether the last plan knew that.
     is_paused: AtomicBool,
     is_pause_planned: AtomicBool,
@@ -79,7 +78,6 @@ impl Shared {
             waker: Waker::new(),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
             stats: Mutex::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }),
-            num_accepted: AtomicU64::new(0),
             is_paused: AtomicBool::new(false),
             is_pause_planned: AtomicBool::new(false),
             vocab_size: config.vocab_size,
@@ -150,7 +148,6 @@ impl Submitter {
                 PushError::Closed(_) => Error::Closed,
             });
         }
-        shared.num_accepted.fetch_add(1, Ordering::Relaxed);
         shared.waker.wake();
         Ok(id)
     }
@@ -242,7 +239,7 @@ impl Submitter {
         // The snapshot counts choices of started requests; requests that never started are counted by the gate.
         stats.num_waiting += shared.gate.queued_requests() as u64;
         stats.num_queued_tokens = shared.gate.queued_tokens();
-        stats.num_accepted_requests = shared.num_accepted.load(Ordering::Relaxed);
+        stats.num_accepted_requests = shared.queue.num_pushed();
         stats.is_paused = u64::from(self.is_paused());
         stats
     }

@@ -399,6 +399,7 @@ proptest! {
     fn the_queue_behaves_like_a_bounded_deque(capacity in 1_usize..6, operations in prop::collection::vec(0..81_u8, 0..200)) {
         let queue = RequestQueue::new(capacity);
         let mut deque = VecDeque::new();
+        let mut num_pushed = 0;
         let mut is_closed = false;
         for (item, operation) in operations.into_iter().enumerate() {
             match operation {
@@ -409,6 +410,7 @@ proptest! {
                         Err(PushError::Full(item))
                     } else {
                         deque.push_back(item);
+                        num_pushed += 1;
                         Ok(())
                     };
                     prop_assert_eq!(queue.push(item), expected);
@@ -420,6 +422,7 @@ proptest! {
                 }
             }
             prop_assert_eq!(queue.len(), deque.len());
+            prop_assert_eq!(queue.num_pushed(), num_pushed);
             prop_assert_eq!(queue.is_empty(), deque.is_empty());
             prop_assert_eq!(queue.is_closed(), is_closed);
             prop_assert_eq!(queue.is_drained(), is_closed && deque.is_empty());

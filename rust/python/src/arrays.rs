@@ -1,79 +1,16 @@
-//! Array hand-over: numpy views of memory that a scheduler owns, and integers and token ids from Python.
-//!
-//! A view's base object is the scheduler, so the memory lives as long as the view; the scheduler never reallocates what is
-//! lent this way. A view kept longer than its batch shows stale data, never freed memory. Reading one while another thread is
-//! in `step` may show a mix of old and new numbers; nothing but plain numbers is ever lent. What the scheduler itself reads
-//! again (the block tables) is lent read-only.
+//! Integers and token ids from Python.
+
+use std::ptr;
 
 use cbrs_core::Error;
-use numpy::ndarray::{ArrayView1, ArrayView2};
-use numpy::{Element, PyArray1, PyArray2, PyArrayMethods};
+use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::PyList;
 
 use crate::errors::to_py;
-use crate::scheduler::Scheduler;
-
-/// Address and length of one lent array.
-pub(crate) struct Lent<T> {
-    ptr: *const T,
-    len: usize,
-}
-
-// SAFETY: a plain address of numbers, which is only read through a view that keeps the owner of the memory alive.
-#[allow(unsafe_code)]
-unsafe impl<T: Sync> Send for Lent<T> {}
-// SAFETY: as above.
-#[allow(unsafe_code)]
-unsafe impl<T: Sync> Sync for Lent<T> {}
-
-impl<T: Element> Lent<T> {
-    /// Lends `array`, which must not be reallocated as long as its owner lives.
-    pub(crate) fn new(array: &[T]) -> Self {
-        Self { ptr: array.as_ptr(), len: array.len() }
-    }
-
-    /// A view of shape `[len]` whose base is `owner`.
-    pub(crate) fn view<'py>(&self, owner: Bound<'py, PyAny>) -> Bound<'py, PyArray1<T>> {
-        // SAFETY: the pointer and length come from a slice that `owner` keeps at that address for its whole life, and the view holds
-        // a reference to `owner`.
-        #[allow(unsafe_code)]
-        unsafe {
-            PyArray1::borrow_from_array(&ArrayView1::from_shape_ptr(self.len, self.ptr), owner)
-        }
-    }
-
-    /// A read-only view of shape `[len / columns, columns]` whose base is `owner`.
-    pub(crate) fn view_2d<'py>(&self, columns: usize, owner: Bound<'py, PyAny>) -> Bound<'py, PyArray2<T>> {
-        // SAFETY: as in `view`; the shape has at most `len` elements.
-        #[allow(unsafe_code)]
-        let view = unsafe {
-            PyArray2::borrow_from_array(&ArrayView2::from_shape_ptr((self.len / columns, columns), self.ptr), owner)
-        };
-        view.readwrite().make_nonwriteable();
-        view
-    }
-}
-
-/// A lent array and the view of it, once somebody asked.
-pub(crate) struct Array<T> {
-    lent: Lent<T>,
-    view: PyOnceLock<Py<PyArray1<T>>>,
-}
-
-impl<T: numpy::Element> Array<T> {
-    pub(crate) fn new(array: &[T]) -> Self {
-        Self { lent: Lent::new(array), view: PyOnceLock::new() }
-    }
-
-    pub(crate) fn get(&self, py: Python<'_>, owner: &Py<Scheduler>) -> Py<PyArray1<T>> {
-        let make = || self.lent.view(owner.bind(py).clone().into_any()).unbind();
-        self.view.get_or_init(py, make).clone_ref(py)
-    }
-}
 
 /// Reads any Python integer; one beyond 64 bits becomes the nearest, so that the range check names the limit.
 pub(crate) fn integer(value: &Bound<'_, PyAny>, name: &str) -> PyResult<i64> {
@@ -86,9 +23,49 @@ pub(crate) fn integer(value: &Bound<'_, PyAny>, name: &str) -> PyResult<i64> {
     }
 }
 
+/// The value of an `int` (no subclass) of at most 64 bits: the common item of a list, read with one call.
+#[inline]
+fn plain_integer(value: &Bound<'_, PyAny>) -> Option<i64> {
+    // SAFETY: `value` is a live object, and for an exact `int` the conversion runs no Python code and raises nothing.
+    #[allow(unsafe_code)]
+    unsafe {
+        if ffi::PyLong_CheckExact(value.as_ptr()) == 0 {
+            return None;
+        }
+        let mut overflow = 0;
+        let number = ffi::PyLong_AsLongLongAndOverflow(value.as_ptr(), &raw mut overflow);
+        (overflow == 0).then_some(number)
+    }
+}
+
+/// Copies a contiguous int32 array of one dimension into `copy`, replacing what it holds; returns whether `value` is one.
+///
+/// The fast way for what comes with every step and most requests: no buffer is exported, no Python code runs.
+pub(crate) fn copy_int32(value: &Bound<'_, PyAny>, copy: &mut Vec<i32>) -> bool {
+    let Ok(array) = value.cast::<PyArray1<i32>>() else { return false };
+    if !array.is_c_contiguous() {
+        return false;
+    }
+    let len = array.len();
+    copy.clear();
+    copy.reserve(len);
+    // SAFETY: the array is contiguous, so `len` numbers of 4 bytes stand at its address (perhaps unaligned, hence bytes), and it lives as
+    // long as the reference to it; `copy` has room for them. Whoever writes to it does so under the GIL, which we hold.
+    #[allow(unsafe_code)]
+    unsafe {
+        ptr::copy_nonoverlapping(array.data().cast::<u8>(), copy.as_mut_ptr().cast::<u8>(), len * size_of::<i32>());
+        copy.set_len(len);
+    }
+    true
+}
+
 /// Reads token ids from an int32 or int64 buffer, or from any iterable of integers.
 pub(crate) fn token_ids(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<Vec<i32>> {
     let py = value.py();
+    let mut ids = Vec::new();
+    if copy_int32(value, &mut ids) {
+        return Ok(ids);
+    }
     if let Ok(buffer) = PyBuffer::<i32>::get(value) {
         return one_dimension(&buffer, field).and_then(|()| buffer.to_vec(py));
     }
@@ -100,7 +77,11 @@ pub(crate) fn token_ids(value: &Bound<'_, PyAny>, field: &'static str) -> PyResu
     if let Ok(list) = value.cast::<PyList>() {
         let mut ids = Vec::with_capacity(list.len());
         for (position, item) in list.iter().enumerate() {
-            ids.push(narrow(integer(&item, field)?, field, position)?);
+            let token = match plain_integer(&item) {
+                Some(token) => token,
+                None => integer(&item, field)?,
+            };
+            ids.push(narrow(token, field, position)?);
         }
         return Ok(ids);
     }

@@ -1,114 +1,192 @@
-//! `Batch` as a Python class: attributes are numpy arrays, made when they are first asked for.
+//! `Batch` as a Python class: scalars and numpy arrays, all there when it is made.
+//!
+//! An array is a field that the interpreter reads without a call. What the core lends comes from the views that the scheduler keeps
+//! (`views.rs`); what may grow is copied, and mostly there is nothing of it.
 
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::arrays::{Array, Lent};
 use crate::row_tables::NewRowTables;
-use crate::scheduler::Scheduler;
 use crate::step_output::StepOutput;
+use crate::views::{Lender, Updates, Views, copied};
 
 /// What runs in one step, as flat arrays. `T` tokens, `S` sequences, `R` samples.
 ///
-/// Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns; do not write to them.
+/// Arrays belong to the scheduler and stay valid until the `step` that commits this batch returns; do not write to them. A later batch may
+/// hold the same array objects, with what is true then.
 #[pyclass(frozen, module = "cbrs")]
 pub(crate) struct Batch {
-    owner: Py<Scheduler>,
     step_id: u64,
     num_seqs: usize,
     num_decodes: usize,
     num_tokens: usize,
     max_query_len: usize,
     max_seq_len: usize,
-    token_ids: Array<i32>,
-    positions: Array<i32>,
-    slot_mapping: Array<i64>,
-    query_start: Array<i32>,
-    seq_lens: Array<i32>,
-    row_ids: Array<i32>,
-    request_ids: Array<u64>,
-    choice_ids: Array<i32>,
-    logits_index: Array<i32>,
-    sample_index: Array<i32>,
-    sample_rows: Array<i32>,
-    sample_positions: Array<i32>,
-    sample_choices: Array<i32>,
-    prompt_logits_index: Vec<i32>,
-    prompt_target_ids: Vec<i32>,
-    prompt_rows: Vec<i32>,
-    num_prompt_logprobs: Vec<i32>,
     has_sampling_extras: bool,
-    new_rows: Vec<i32>,
-    new_row_tables: Option<Py<NewRowTables>>,
-    freed_rows: Vec<i32>,
-    updates: [Vec<i32>; 4],
-    block_tables: Lent<i32>,
-    max_blocks: usize,
-    temperature: Array<f32>,
-    top_k: Array<i32>,
-    top_p: Array<f32>,
-    min_p: Array<f32>,
-    seeds: Array<u64>,
-    presence_penalty: Array<f32>,
-    frequency_penalty: Array<f32>,
-    repetition_penalty: Array<f32>,
-    min_tokens: Array<i32>,
-    num_logprobs: Array<i32>,
+    /// int32 `[T]`: tokens to run.
+    #[pyo3(get)]
+    token_ids: Py<PyArray1<i32>>,
+    /// int32 `[T]`: position of each token in its sequence.
+    #[pyo3(get)]
+    positions: Py<PyArray1<i32>>,
+    /// int64 `[T]`: where K and V go, `block * block_size + offset`; -1 = do not write.
+    #[pyo3(get)]
+    slot_mapping: Py<PyArray1<i64>>,
+    /// int32 `[S+1]`: prefix sums of query tokens per sequence.
+    #[pyo3(get)]
+    query_start: Py<PyArray1<i32>>,
+    /// int32 `[S]`: context length after this step.
+    #[pyo3(get)]
+    seq_lens: Py<PyArray1<i32>>,
+    /// int32 `[S]`: row of each sequence.
+    #[pyo3(get)]
+    row_ids: Py<PyArray1<i32>>,
+    /// uint64 `[S]`: request of each sequence.
+    #[pyo3(get)]
+    request_ids: Py<PyArray1<u64>>,
+    /// int32 `[S]`: choice of each sequence within its request.
+    #[pyo3(get)]
+    choice_ids: Py<PyArray1<i32>>,
+    /// int32 `[L]`: indices into `T` whose logits are needed.
+    #[pyo3(get)]
+    logits_index: Py<PyArray1<i32>>,
+    /// int32 `[R]`: indices into `logits_index` that are sampled; the result has one token for each.
+    #[pyo3(get)]
+    sample_index: Py<PyArray1<i32>>,
+    /// int32 `[R]`: row of each sample.
+    #[pyo3(get)]
+    sample_rows: Py<PyArray1<i32>>,
+    /// int32 `[R]`: index of the output token to be sampled, 0 for the first; the counter of its random number.
+    #[pyo3(get)]
+    sample_positions: Py<PyArray1<i32>>,
+    /// int32 `[R]`: choice of each sample within its request.
+    #[pyo3(get)]
+    sample_choices: Py<PyArray1<i32>>,
+    /// int32 `[P]`: indices into `logits_index` of the prompt tokens whose log-probabilities are wanted.
+    #[pyo3(get)]
+    prompt_logits_index: Py<PyArray1<i32>>,
+    /// int32 `[P]`: the token after each of them, whose log-probability it is.
+    #[pyo3(get)]
+    prompt_target_ids: Py<PyArray1<i32>>,
+    /// int32 `[P]`: row of each of them.
+    #[pyo3(get)]
+    prompt_rows: Py<PyArray1<i32>>,
+    /// int32 `[P]`: most likely ids wanted beside each of them.
+    #[pyo3(get)]
+    num_prompt_logprobs: Py<PyArray1<i32>>,
+    /// Ragged parameters of `new_rows`, handed over this once; None if none of them has any.
+    #[pyo3(get)]
+    new_row_tables: Py<PyAny>,
+    /// int32: rows that were given to a sequence by this plan (after `freed_rows`).
+    #[pyo3(get)]
+    new_rows: Py<PyArray1<i32>>,
+    /// int32: rows that lost their sequence since the last plan.
+    #[pyo3(get)]
+    freed_rows: Py<PyArray1<i32>>,
+    /// int32 `[max_num_seqs, max_blocks]`, read-only: block ids by row; columns past a sequence's blocks are stale.
+    #[pyo3(get)]
+    block_tables: Py<PyArray2<i32>>,
+    /// What changed in `block_tables` since the last plan, as int32 arrays `(rows [U], first_columns [U], start [U+1], ids)`:
+    /// run `i` writes `ids[start[i]:start[i + 1]]` to row `rows[i]` from column `first_columns[i]`.
+    #[pyo3(get)]
+    block_table_updates: Py<PyTuple>,
+    /// float32 `[max_num_seqs]`, by row; 0 = greedy.
+    #[pyo3(get)]
+    temperature: Py<PyArray1<f32>>,
+    /// int32 `[max_num_seqs]`, by row; 0 or -1 = all.
+    #[pyo3(get)]
+    top_k: Py<PyArray1<i32>>,
+    /// float32 `[max_num_seqs]`, by row.
+    #[pyo3(get)]
+    top_p: Py<PyArray1<f32>>,
+    /// float32 `[max_num_seqs]`, by row.
+    #[pyo3(get)]
+    min_p: Py<PyArray1<f32>>,
+    /// uint64 `[max_num_seqs]`, by row: key of the random numbers.
+    #[pyo3(get)]
+    seeds: Py<PyArray1<u64>>,
+    /// float32 `[max_num_seqs]`, by row; 0 = none.
+    #[pyo3(get)]
+    presence_penalty: Py<PyArray1<f32>>,
+    /// float32 `[max_num_seqs]`, by row; 0 = none.
+    #[pyo3(get)]
+    frequency_penalty: Py<PyArray1<f32>>,
+    /// float32 `[max_num_seqs]`, by row; 1 = none.
+    #[pyo3(get)]
+    repetition_penalty: Py<PyArray1<f32>>,
+    /// int32 `[max_num_seqs]`, by row: output tokens before which `NewRowTables.banned_ids` must not come.
+    #[pyo3(get)]
+    min_tokens: Py<PyArray1<i32>>,
+    /// int32 `[max_num_seqs]`, by row: most likely ids to report with each output token; -1 = nothing.
+    #[pyo3(get)]
+    num_logprobs: Py<PyArray1<i32>>,
+    /// What the `step` that returned this batch has to tell.
+    #[pyo3(get)]
     outputs: Py<StepOutput>,
 }
 
 impl Batch {
-    /// Describes the current batch of `core`, the scheduler inside `owner`.
-    pub(crate) fn new(py: Python<'_>, core: &cbrs_core::Scheduler, owner: Py<Scheduler>) -> PyResult<Self> {
+    /// Describes the current batch of `core`, whose arrays stand in the lender's memory. `block_table_updates` is still to be set.
+    pub(crate) fn new(
+        core: &cbrs_core::Scheduler,
+        views: &mut Views,
+        lender: &mut Lender<'_, '_>,
+    ) -> PyResult<(Self, Updates)> {
+        let py = lender.memory.py();
         let batch = core.batch();
-        let sampling = core.sampling();
-        let (block_tables, max_blocks) = core.block_tables();
-        let updates = &batch.block_table_updates;
-        Ok(Self {
+        let outputs = Py::new(py, StepOutput::new(core.output(), views, lender)?)?;
+        let set = views.batch_set(batch);
+        let updates = Views::take_updates(lender.memory, set, batch);
+        let (rows, empty, lent) = views.of_batch(set);
+        let copied = |array: &[i32]| copied(py, array, &empty.int32);
+        let this = Self {
             step_id: batch.step_id,
             num_seqs: batch.num_seqs(),
             num_decodes: batch.num_decodes,
             num_tokens: batch.num_tokens(),
             max_query_len: batch.max_query_len,
             max_seq_len: batch.max_seq_len,
-            token_ids: Array::new(&batch.token_ids),
-            positions: Array::new(&batch.positions),
-            slot_mapping: Array::new(&batch.slot_mapping),
-            query_start: Array::new(&batch.query_start),
-            seq_lens: Array::new(&batch.seq_lens),
-            row_ids: Array::new(&batch.row_ids),
-            request_ids: Array::new(&batch.request_ids),
-            choice_ids: Array::new(&batch.choice_ids),
-            logits_index: Array::new(&batch.logits_index),
-            sample_index: Array::new(&batch.sample_index),
-            sample_rows: Array::new(&batch.sample_rows),
-            sample_positions: Array::new(&batch.sample_positions),
-            sample_choices: Array::new(&batch.sample_choices),
-            prompt_logits_index: batch.prompt_logits_index.clone(),
-            prompt_target_ids: batch.prompt_target_ids.clone(),
-            prompt_rows: batch.prompt_rows.clone(),
-            num_prompt_logprobs: batch.num_prompt_logprobs.clone(),
             has_sampling_extras: batch.has_sampling_extras,
-            new_rows: batch.new_rows.clone(),
-            new_row_tables: NewRowTables::of(py, batch)?,
-            freed_rows: batch.freed_rows.clone(),
-            updates: [updates.rows.clone(), updates.first_columns.clone(), updates.start.clone(), updates.ids.clone()],
-            block_tables: Lent::new(block_tables),
-            max_blocks,
-            temperature: Array::new(&sampling.temperature),
-            top_k: Array::new(&sampling.top_k),
-            top_p: Array::new(&sampling.top_p),
-            min_p: Array::new(&sampling.min_p),
-            seeds: Array::new(&sampling.seeds),
-            presence_penalty: Array::new(&sampling.presence_penalty),
-            frequency_penalty: Array::new(&sampling.frequency_penalty),
-            repetition_penalty: Array::new(&sampling.repetition_penalty),
-            min_tokens: Array::new(&sampling.min_tokens),
-            num_logprobs: Array::new(&sampling.num_logprobs),
-            outputs: Py::new(py, StepOutput::new(py, core.output(), owner.clone_ref(py))?)?,
-            owner,
-        })
+            token_ids: lent.token_ids.get(&batch.token_ids, lender),
+            positions: lent.positions.get(&batch.positions, lender),
+            slot_mapping: lent.slot_mapping.get(&batch.slot_mapping, lender),
+            query_start: lent.query_start.get(&batch.query_start, lender),
+            seq_lens: lent.seq_lens.get(&batch.seq_lens, lender),
+            row_ids: lent.row_ids.get(&batch.row_ids, lender),
+            request_ids: lent.request_ids.get(&batch.request_ids, lender),
+            choice_ids: lent.choice_ids.get(&batch.choice_ids, lender),
+            logits_index: lent.logits_index.get(&batch.logits_index, lender),
+            sample_index: lent.sample_index.get(&batch.sample_index, lender),
+            sample_rows: lent.sample_rows.get(&batch.sample_rows, lender),
+            sample_positions: lent.sample_positions.get(&batch.sample_positions, lender),
+            sample_choices: lent.sample_choices.get(&batch.sample_choices, lender),
+            prompt_logits_index: copied(&batch.prompt_logits_index),
+            prompt_target_ids: copied(&batch.prompt_target_ids),
+            prompt_rows: copied(&batch.prompt_rows),
+            num_prompt_logprobs: copied(&batch.num_prompt_logprobs),
+            new_row_tables: NewRowTables::of(py, batch)?.map_or_else(|| py.None(), Py::into_any),
+            new_rows: copied(&batch.new_rows),
+            freed_rows: copied(&batch.freed_rows),
+            block_tables: rows.block_tables.clone_ref(py),
+            block_table_updates: PyTuple::empty(py).unbind(),
+            temperature: rows.temperature.clone_ref(py),
+            top_k: rows.top_k.clone_ref(py),
+            top_p: rows.top_p.clone_ref(py),
+            min_p: rows.min_p.clone_ref(py),
+            seeds: rows.seeds.clone_ref(py),
+            presence_penalty: rows.presence_penalty.clone_ref(py),
+            frequency_penalty: rows.frequency_penalty.clone_ref(py),
+            repetition_penalty: rows.repetition_penalty.clone_ref(py),
+            min_tokens: rows.min_tokens.clone_ref(py),
+            num_logprobs: rows.num_logprobs.clone_ref(py),
+            outputs,
+        };
+        Ok((this, updates))
+    }
+
+    pub(crate) fn set_block_table_updates(&mut self, updates: Py<PyTuple>) {
+        self.block_table_updates = updates;
     }
 }
 
@@ -150,209 +228,10 @@ impl Batch {
         self.max_seq_len
     }
 
-    /// int32 `[T]`: tokens to run.
-    #[getter]
-    fn token_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.token_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[T]`: position of each token in its sequence.
-    #[getter]
-    fn positions(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.positions.get(py, &self.owner)
-    }
-
-    /// int64 `[T]`: where K and V go, `block * block_size + offset`; -1 = do not write.
-    #[getter]
-    fn slot_mapping(&self, py: Python<'_>) -> Py<PyArray1<i64>> {
-        self.slot_mapping.get(py, &self.owner)
-    }
-
-    /// int32 `[S+1]`: prefix sums of query tokens per sequence.
-    #[getter]
-    fn query_start(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.query_start.get(py, &self.owner)
-    }
-
-    /// int32 `[S]`: context length after this step.
-    #[getter]
-    fn seq_lens(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.seq_lens.get(py, &self.owner)
-    }
-
-    /// int32 `[S]`: row of each sequence.
-    #[getter]
-    fn row_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.row_ids.get(py, &self.owner)
-    }
-
-    /// uint64 `[S]`: request of each sequence.
-    #[getter]
-    fn request_ids(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
-        self.request_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[S]`: choice of each sequence within its request.
-    #[getter]
-    fn choice_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.choice_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[L]`: indices into `T` whose logits are needed.
-    #[getter]
-    fn logits_index(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.logits_index.get(py, &self.owner)
-    }
-
-    /// int32 `[R]`: indices into `logits_index` that are sampled; the result has one token for each.
-    #[getter]
-    fn sample_index(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.sample_index.get(py, &self.owner)
-    }
-
-    /// int32 `[R]`: row of each sample.
-    #[getter]
-    fn sample_rows(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.sample_rows.get(py, &self.owner)
-    }
-
-    /// int32 `[R]`: index of the output token to be sampled, 0 for the first; the counter of its random number.
-    #[getter]
-    fn sample_positions(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.sample_positions.get(py, &self.owner)
-    }
-
-    /// int32 `[R]`: choice of each sample within its request.
-    #[getter]
-    fn sample_choices(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.sample_choices.get(py, &self.owner)
-    }
-
-    /// int32 `[P]`: indices into `logits_index` of the prompt tokens whose log-probabilities are wanted.
-    #[getter]
-    fn prompt_logits_index<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.prompt_logits_index)
-    }
-
-    /// int32 `[P]`: the token after each of them, whose log-probability it is.
-    #[getter]
-    fn prompt_target_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.prompt_target_ids)
-    }
-
-    /// int32 `[P]`: row of each of them.
-    #[getter]
-    fn prompt_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.prompt_rows)
-    }
-
-    /// int32 `[P]`: most likely ids wanted beside each of them.
-    #[getter]
-    fn num_prompt_logprobs<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.num_prompt_logprobs)
-    }
-
     /// Whether a sampled row has more parameters than temperature, top_k, top_p and min_p, or wants log-probabilities.
     #[getter]
     fn has_sampling_extras(&self) -> bool {
         self.has_sampling_extras
-    }
-
-    /// Ragged parameters of `new_rows`, handed over this once; None if none of them has any.
-    #[getter]
-    fn new_row_tables(&self, py: Python<'_>) -> Option<Py<NewRowTables>> {
-        self.new_row_tables.as_ref().map(|tables| tables.clone_ref(py))
-    }
-
-    /// int32: rows that were given to a sequence by this plan (after `freed_rows`).
-    #[getter]
-    fn new_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.new_rows)
-    }
-
-    /// int32: rows that lost their sequence since the last plan.
-    #[getter]
-    fn freed_rows<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.freed_rows)
-    }
-
-    /// int32 `[max_num_seqs, max_blocks]`, read-only: block ids by row; columns past a sequence's blocks are stale.
-    #[getter]
-    fn block_tables(&self, py: Python<'_>) -> Py<PyArray2<i32>> {
-        self.block_tables.view_2d(self.max_blocks, self.owner.bind(py).clone().into_any()).unbind()
-    }
-
-    /// What changed in `block_tables` since the last plan, as int32 arrays `(rows [U], first_columns [U], start [U+1], ids)`:
-    /// run `i` writes `ids[start[i]:start[i + 1]]` to row `rows[i]` from column `first_columns[i]`.
-    #[getter]
-    fn block_table_updates<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        PyTuple::new(py, self.updates.each_ref().map(|array| PyArray1::from_slice(py, array)))
-    }
-
-    /// float32 `[max_num_seqs]`, by row; 0 = greedy.
-    #[getter]
-    fn temperature(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
-        self.temperature.get(py, &self.owner)
-    }
-
-    /// int32 `[max_num_seqs]`, by row; 0 or -1 = all.
-    #[getter]
-    fn top_k(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.top_k.get(py, &self.owner)
-    }
-
-    /// float32 `[max_num_seqs]`, by row.
-    #[getter]
-    fn top_p(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
-        self.top_p.get(py, &self.owner)
-    }
-
-    /// float32 `[max_num_seqs]`, by row.
-    #[getter]
-    fn min_p(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
-        self.min_p.get(py, &self.owner)
-    }
-
-    /// uint64 `[max_num_seqs]`, by row: key of the random numbers.
-    #[getter]
-    fn seeds(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
-        self.seeds.get(py, &self.owner)
-    }
-
-    /// float32 `[max_num_seqs]`, by row; 0 = none.
-    #[getter]
-    fn presence_penalty(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
-        self.presence_penalty.get(py, &self.owner)
-    }
-
-    /// float32 `[max_num_seqs]`, by row; 0 = none.
-    #[getter]
-    fn frequency_penalty(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
-        self.frequency_penalty.get(py, &self.owner)
-    }
-
-    /// float32 `[max_num_seqs]`, by row; 1 = none.
-    #[getter]
-    fn repetition_penalty(&self, py: Python<'_>) -> Py<PyArray1<f32>> {
-        self.repetition_penalty.get(py, &self.owner)
-    }
-
-    /// int32 `[max_num_seqs]`, by row: output tokens before which `NewRowTables.banned_ids` must not come.
-    #[getter]
-    fn min_tokens(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.min_tokens.get(py, &self.owner)
-    }
-
-    /// int32 `[max_num_seqs]`, by row: most likely ids to report with each output token; -1 = nothing.
-    #[getter]
-    fn num_logprobs(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.num_logprobs.get(py, &self.owner)
-    }
-
-    /// What the `step` that returned this batch has to tell.
-    #[getter]
-    fn outputs(&self, py: Python<'_>) -> Py<StepOutput> {
-        self.outputs.clone_ref(py)
     }
 
     fn __repr__(&self) -> String {

@@ -8,12 +8,15 @@ mod cpu_sampling;
 mod errors;
 mod loading;
 mod logprobs;
+mod memory;
 mod parameters;
 mod row_tables;
 mod scheduler;
 mod step_output;
 mod step_result;
+mod stepping;
 mod text;
+mod views;
 
 use pyo3::prelude::*;
 

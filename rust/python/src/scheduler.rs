@@ -4,8 +4,8 @@
 //! 2. A short step keeps the GIL; a long one, and every wait, gives it up. Nobody waits for the GIL while holding the lock.
 //! 3. After a panic in the core every call that needs the lock raises `EngineDeadError`, and closes the queue to new requests.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use cbrs_core::{Error, OutputSink, RequestId, RequestSpec, Submitter};
@@ -17,11 +17,11 @@ use crate::arrays::{integer, token_ids};
 use crate::batch::Batch;
 use crate::config::SchedulerConfig;
 use crate::errors::{EngineDeadError, step_error, to_py};
+use crate::memory::Memory;
 use crate::parameters::{Parameters, positive_max_tokens};
-use crate::step_result::StepResult;
+use crate::stepping::{GivenResult, StepState};
+use crate::views::Views;
 
-/// Steps estimated above this many elementary operations (about 100 microseconds) run without the GIL.
-const MAX_WORK_WITH_GIL: usize = 4096;
 /// Longest wait between two looks at pending signals.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -30,10 +30,11 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 /// `submit`, `cancel`, `finish`, `pause`, `resume`, `close` and `stats` may be called from any thread, `step` and `fail` from one at a time.
 #[pyclass(frozen, module = "cbrs", weakref)]
 pub(crate) struct Scheduler {
-    core: Mutex<cbrs_core::Scheduler>,
+    memory: Py<Memory>,
+    /// Held by the thread in `step`; no other waits for it.
+    stepping: Mutex<StepState>,
     submitter: Submitter,
     config: Py<SchedulerConfig>,
-    is_stepping: AtomicBool,
     clock: Clock,
 }
 
@@ -42,29 +43,10 @@ enum Clock {
     Manual(AtomicU64),
 }
 
-/// Marks that a step is running, until dropped.
-struct Stepping<'a>(&'a AtomicBool);
-
-impl Drop for Stepping<'_> {
+impl Drop for Scheduler {
+    /// Nobody will step again, even if arrays that live on keep the core.
     fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
-    }
-}
-
-/// The result given to one call of `step`.
-enum GivenResult<'py> {
-    None,
-    Tokens(Vec<i32>),
-    Full(Bound<'py, StepResult>),
-}
-
-impl GivenResult<'_> {
-    fn as_core(&self) -> Option<cbrs_core::StepResult<'_>> {
-        match self {
-            Self::None => None,
-            Self::Tokens(token_ids) => Some(cbrs_core::StepResult { token_ids, ..Default::default() }),
-            Self::Full(result) => Some(result.get().as_core()),
-        }
+        self.submitter.close();
     }
 }
 
@@ -88,8 +70,12 @@ impl Scheduler {
         Ok(())
     }
 
-    fn lock(&self) -> PyResult<MutexGuard<'_, cbrs_core::Scheduler>> {
-        self.core.lock().map_err(|_| self.died())
+    pub(crate) fn core(&self) -> &Mutex<cbrs_core::Scheduler> {
+        &self.memory.get().core
+    }
+
+    pub(crate) fn lock(&self) -> PyResult<MutexGuard<'_, cbrs_core::Scheduler>> {
+        self.core().lock().map_err(|_| self.died())
     }
 
     /// A panic in the core left it in an unknown state: nothing may wait for it any more.
@@ -98,48 +84,32 @@ impl Scheduler {
         EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one")
     }
 
-    fn begin_step(&self, py: Python<'_>) -> PyResult<Stepping<'_>> {
-        if self.is_stepping.swap(true, Ordering::AcqRel) {
-            return Err(step_error(py, "another thread is in step(); one thread at a time may drive a scheduler"));
+    fn begin_step(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, StepState>> {
+        match self.stepping.try_lock() {
+            Ok(state) => Ok(state),
+            // The core's own lock tells of a panic.
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {
+                Err(step_error(py, "another thread is in step(); one thread at a time may drive a scheduler"))
+            }
         }
-        Ok(Stepping(&self.is_stepping))
-    }
-
-    fn run_step(&self, py: Python<'_>, result: &GivenResult<'_>) -> PyResult<()> {
-        let mut core = self.lock()?;
-        let result = result.as_core();
-        if core.estimated_work() <= MAX_WORK_WITH_GIL {
-            return core.step(result.as_ref(), self.now_ns()).map_err(|error| to_py(&error));
-        }
-        drop(core);
-        py.detach(|| {
-            let mut core = self.core.lock().map_err(|_| None)?;
-            core.step(result.as_ref(), self.now_ns()).map_err(Some)
-        })
-        .map_err(|error: Option<Error>| match error {
-            Some(error) => to_py(&error),
-            None => self.died(),
-        })
     }
 }
 
 #[pymethods]
 impl Scheduler {
     #[new]
-    fn new(config: Py<SchedulerConfig>) -> PyResult<Self> {
+    fn new(py: Python<'_>, config: Py<SchedulerConfig>) -> PyResult<Self> {
         let core = cbrs_core::Scheduler::new(config.get().core.clone()).map_err(|error| to_py(&error))?;
         let clock = if config.get().is_manual_clock {
             Clock::Manual(AtomicU64::new(0))
         } else {
             Clock::Monotonic(Instant::now())
         };
-        Ok(Self {
-            submitter: core.submitter(),
-            core: Mutex::new(core),
-            config,
-            is_stepping: AtomicBool::new(false),
-            clock,
-        })
+        let submitter = core.submitter();
+        let memory = Bound::new(py, Memory::new(core))?;
+        let views = Views::new(&memory);
+        Ok(Self { memory: memory.unbind(), stepping: Mutex::new(StepState::new(views)), submitter, config, clock })
     }
 
     /// The effective configuration.
@@ -190,21 +160,12 @@ impl Scheduler {
     fn step(slf: &Bound<'_, Self>, result: Option<&Bound<'_, PyAny>>, block: bool) -> PyResult<Batch> {
         let py = slf.py();
         let this = slf.get();
-        let _stepping = this.begin_step(py)?;
-        let mut given = match result {
-            None => GivenResult::None,
-            Some(result) => match result.cast::<StepResult>() {
-                Ok(result) => GivenResult::Full(result.clone()),
-                Err(_) => GivenResult::Tokens(sampled_tokens(result)?),
-            },
-        };
+        let mut state = this.begin_step(py)?;
+        let mut given = GivenResult::read(result, &mut state.tokens)?;
         loop {
-            this.run_step(py, &given)?;
-            let core = this.lock()?;
-            if !block || core.batch().num_seqs() > 0 || !core.output().is_empty() {
-                return Batch::new(py, &core, slf.clone().unbind());
+            if let Some(batch) = this.run_step(this.memory.bind(py), &given, &mut state, block)? {
+                return Ok(batch);
             }
-            drop(core);
             py.detach(|| this.submitter.wait_for_news(SIGNAL_INTERVAL));
             py.check_signals()?;
             given = GivenResult::None;
@@ -278,7 +239,7 @@ impl Scheduler {
     fn pause(&self, py: Python<'_>) {
         self.submitter.pause();
         // A plan that is being made may not know of it yet. What broke in an earlier call starts nothing either.
-        py.detach(|| drop(self.core.lock()));
+        py.detach(|| drop(self.core().lock()));
     }
 
     /// Lets requests start again after `pause()`.
@@ -319,13 +280,4 @@ fn number(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Option<u64>> {
         return Ok(Some(number));
     }
     integer(value, name).map(|_| None)
-}
-
-/// Reads the tokens given as a step's result; one that is no int32 is a wrong result.
-fn sampled_tokens(result: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
-    let py = result.py();
-    token_ids(result, "result").map_err(|err| {
-        let is_wrong = err.is_instance_of::<PyValueError>(py);
-        if is_wrong { step_error(py, &err.value(py).to_string()) } else { err }
-    })
 }

@@ -1,62 +1,92 @@
-//! `StepOutput` as a Python class: attributes are numpy arrays, made when they are first asked for.
+//! `StepOutput` as a Python class: numpy arrays, all there when it is made (as in `batch.rs`).
 
 use std::sync::Arc;
 
 use cbrs_core::FinishReason;
-use numpy::{PyArray1, PyArrayMethods};
+use numpy::{Element, PyArray1, PyArrayMethods};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 
-use crate::arrays::Array;
 use crate::logprobs::Logprobs;
-use crate::scheduler::Scheduler;
+use crate::views::{Lender, Views, copied};
 
 /// Tokens and ends of one step, as flat arrays with one entry per event. Valid as long as its batch.
 #[pyclass(frozen, module = "cbrs")]
 pub(crate) struct StepOutput {
-    owner: Py<Scheduler>,
     step_id: u64,
     time_ns: u64,
-    request_ids: Array<u64>,
-    choice_ids: Array<i32>,
-    token_ids: Array<i32>,
-    finish_reasons: Array<u8>,
-    stop_ids: Array<i32>,
-    started_request_ids: Array<u64>,
-    started_num_cached_tokens: Array<i32>,
+    num_events: usize,
+    /// uint64 `[E]`: request of each event.
+    #[pyo3(get)]
+    request_ids: Py<PyArray1<u64>>,
+    /// int32 `[E]`: choice of each event within its request.
+    #[pyo3(get)]
+    choice_ids: Py<PyArray1<i32>>,
+    /// int32 `[E]`: new token; -1 = the event brings none.
+    #[pyo3(get)]
+    token_ids: Py<PyArray1<i32>>,
+    /// uint8 `[E]`: 0 = goes on, else `STOP`, `LENGTH`, `CANCELLED` or `ERROR`.
+    #[pyo3(get)]
+    finish_reasons: Py<PyArray1<u8>>,
+    /// int32 `[E]`: stop token id that ended the choice; -1 = none.
+    #[pyo3(get)]
+    stop_ids: Py<PyArray1<i32>>,
+    /// int32 `[Q]`: indices of the events whose tokens have log-probabilities, ascending.
+    #[pyo3(get)]
+    logprob_events: Py<PyArray1<i32>>,
+    /// `Q` rows of log-probabilities; None without any.
+    #[pyo3(get)]
+    logprobs: Py<PyAny>,
+    /// uint64 `[P]`: requests that the rows of `prompt_logprobs` belong to.
+    #[pyo3(get)]
+    prompt_logprob_requests: Py<PyArray1<u64>>,
+    /// int32 `[P]`: position of each row's token in the prompt, 1 or more.
+    #[pyo3(get)]
+    prompt_logprob_positions: Py<PyArray1<i32>>,
+    /// `P` rows of log-probabilities of prompt tokens; None without any.
+    #[pyo3(get)]
+    prompt_logprobs: Py<PyAny>,
+    /// uint64 `[A]`: requests admitted for the first time by this plan.
+    #[pyo3(get)]
+    started_request_ids: Py<PyArray1<u64>>,
+    /// int32 `[A]`: prompt tokens that each of them found in the prefix cache.
+    #[pyo3(get)]
+    started_num_cached_tokens: Py<PyArray1<i32>>,
     details: Vec<(u32, Arc<str>)>,
-    logprob_events: Vec<i32>,
-    logprobs: Option<Py<Logprobs>>,
-    prompt_logprob_requests: Vec<u64>,
-    prompt_logprob_positions: Vec<i32>,
-    prompt_logprobs: Option<Py<Logprobs>>,
 }
 
 impl StepOutput {
-    pub(crate) fn new(py: Python<'_>, output: &cbrs_core::StepOutput, owner: Py<Scheduler>) -> PyResult<Self> {
+    /// Describes `output`, whose arrays stand in the lender's memory.
+    pub(crate) fn new(
+        output: &cbrs_core::StepOutput,
+        views: &mut Views,
+        lender: &mut Lender<'_, '_>,
+    ) -> PyResult<Self> {
+        let py = lender.memory.py();
+        let (empty, lent) = views.of_output(output);
+        let logprobs = |rows| Ok::<_, PyErr>(Logprobs::of(py, rows)?.map_or_else(|| py.None(), Py::into_any));
         Ok(Self {
-            owner,
             step_id: output.step_id,
             time_ns: output.time_ns,
-            request_ids: Array::new(&output.request_ids),
-            choice_ids: Array::new(&output.choice_ids),
-            token_ids: Array::new(&output.token_ids),
-            finish_reasons: Array::new(&output.finish_reasons),
-            stop_ids: Array::new(&output.stop_ids),
-            started_request_ids: Array::new(&output.started_request_ids),
-            started_num_cached_tokens: Array::new(&output.started_num_cached_tokens),
+            num_events: output.len(),
+            request_ids: lent.request_ids.get(&output.request_ids, lender),
+            choice_ids: lent.choice_ids.get(&output.choice_ids, lender),
+            token_ids: lent.token_ids.get(&output.token_ids, lender),
+            finish_reasons: lent.finish_reasons.get(&output.finish_reasons, lender),
+            stop_ids: lent.stop_ids.get(&output.stop_ids, lender),
+            logprob_events: copied(py, &output.logprob_events, &empty.int32),
+            logprobs: logprobs(&output.logprobs)?,
+            prompt_logprob_requests: copied(py, &output.prompt_logprob_requests, &empty.uint64),
+            prompt_logprob_positions: copied(py, &output.prompt_logprob_positions, &empty.int32),
+            prompt_logprobs: logprobs(&output.prompt_logprobs)?,
+            started_request_ids: lent.started_request_ids.get(&output.started_request_ids, lender),
+            started_num_cached_tokens: lent.started_num_cached_tokens.get(&output.started_num_cached_tokens, lender),
             details: output.details.clone(),
-            logprob_events: output.logprob_events.clone(),
-            logprobs: Logprobs::of(py, &output.logprobs)?,
-            prompt_logprob_requests: output.prompt_logprob_requests.clone(),
-            prompt_logprob_positions: output.prompt_logprob_positions.clone(),
-            prompt_logprobs: Logprobs::of(py, &output.prompt_logprobs)?,
         })
     }
 
-    fn entry<T: numpy::Element + Copy>(&self, py: Python<'_>, array: &Array<T>, index: usize) -> PyResult<T> {
-        let view = array.get(py, &self.owner);
-        let found = view.bind(py).readonly().as_array().get(index).copied();
+    fn entry<T: Element + Copy>(&self, py: Python<'_>, array: &Py<PyArray1<T>>, index: usize) -> PyResult<T> {
+        let found = if index < self.num_events { array.bind(py).get_owned(index) } else { None };
         found.ok_or_else(|| PyIndexError::new_err(format!("there is no event {index}")))
     }
 
@@ -96,78 +126,6 @@ impl StepOutput {
         self.time_ns
     }
 
-    /// uint64 `[E]`: request of each event.
-    #[getter]
-    fn request_ids(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
-        self.request_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[E]`: choice of each event within its request.
-    #[getter]
-    fn choice_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.choice_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[E]`: new token; -1 = the event brings none.
-    #[getter]
-    fn token_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.token_ids.get(py, &self.owner)
-    }
-
-    /// uint8 `[E]`: 0 = goes on, else `STOP`, `LENGTH`, `CANCELLED` or `ERROR`.
-    #[getter]
-    fn finish_reasons(&self, py: Python<'_>) -> Py<PyArray1<u8>> {
-        self.finish_reasons.get(py, &self.owner)
-    }
-
-    /// int32 `[E]`: stop token id that ended the choice; -1 = none.
-    #[getter]
-    fn stop_ids(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.stop_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[Q]`: indices of the events whose tokens have log-probabilities, ascending.
-    #[getter]
-    fn logprob_events<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.logprob_events)
-    }
-
-    /// `Q` rows of log-probabilities; None without any.
-    #[getter]
-    fn logprobs(&self, py: Python<'_>) -> Option<Py<Logprobs>> {
-        self.logprobs.as_ref().map(|logprobs| logprobs.clone_ref(py))
-    }
-
-    /// uint64 `[P]`: requests that the rows of `prompt_logprobs` belong to.
-    #[getter]
-    fn prompt_logprob_requests<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<u64>> {
-        PyArray1::from_slice(py, &self.prompt_logprob_requests)
-    }
-
-    /// int32 `[P]`: position of each row's token in the prompt, 1 or more.
-    #[getter]
-    fn prompt_logprob_positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i32>> {
-        PyArray1::from_slice(py, &self.prompt_logprob_positions)
-    }
-
-    /// `P` rows of log-probabilities of prompt tokens; None without any.
-    #[getter]
-    fn prompt_logprobs(&self, py: Python<'_>) -> Option<Py<Logprobs>> {
-        self.prompt_logprobs.as_ref().map(|logprobs| logprobs.clone_ref(py))
-    }
-
-    /// uint64 `[A]`: requests admitted for the first time by this plan.
-    #[getter]
-    fn started_request_ids(&self, py: Python<'_>) -> Py<PyArray1<u64>> {
-        self.started_request_ids.get(py, &self.owner)
-    }
-
-    /// int32 `[A]`: prompt tokens that each of them found in the prefix cache.
-    #[getter]
-    fn started_num_cached_tokens(&self, py: Python<'_>) -> Py<PyArray1<i32>> {
-        self.started_num_cached_tokens.get(py, &self.owner)
-    }
-
     /// How event `index` ended its choice: `stop`, `length`, `cancelled`, `error`, or None if it goes on.
     fn finish_reason(&self, py: Python<'_>, index: usize) -> PyResult<Option<&'static str>> {
         Ok(self.finish(py, index)?.map(FinishReason::as_str))
@@ -190,11 +148,11 @@ impl StepOutput {
         Ok(if self.finish(py, index)? == Some(FinishReason::Error) { self.detail(index) } else { None })
     }
 
-    fn __len__(&self, py: Python<'_>) -> usize {
-        self.request_ids.get(py, &self.owner).bind(py).len().unwrap_or(0)
+    fn __len__(&self) -> usize {
+        self.num_events
     }
 
-    fn __repr__(&self, py: Python<'_>) -> String {
-        format!("StepOutput(step_id={}, events={})", self.step_id, self.__len__(py))
+    fn __repr__(&self) -> String {
+        format!("StepOutput(step_id={}, events={})", self.step_id, self.num_events)
     }
 }

@@ -1,0 +1,121 @@
+//! One call of `Scheduler.step`: the result read, the core's step with or without the GIL, the batch described.
+//!
+//! Nothing that can run Python code (reading any sequence, making a tuple or an exception, dropping a view) happens under the core's
+//! lock: that code might need the lock.
+
+use std::sync::MutexGuard;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::arrays::{copy_int32, token_ids};
+use crate::batch::Batch;
+use crate::errors::{step_error, to_py};
+use crate::memory::Memory;
+use crate::scheduler::Scheduler;
+use crate::step_result::StepResult;
+use crate::views::{Lender, Views};
+
+/// Steps estimated above this many elementary operations (about 100 microseconds) run without the GIL.
+const MAX_WORK_WITH_GIL: usize = 4096;
+
+/// What the one thread in `step` works with.
+pub(crate) struct StepState {
+    pub(crate) views: Views,
+    /// Tokens of the result: a copy, as a long step runs while other threads may write to the caller's array.
+    pub(crate) tokens: Vec<i32>,
+    outdated: Vec<Py<PyAny>>,
+}
+
+impl StepState {
+    pub(crate) fn new(views: Views) -> Self {
+        Self { views, tokens: Vec::new(), outdated: Vec::new() }
+    }
+}
+
+/// The result given to one call of `step`.
+pub(crate) enum GivenResult<'py> {
+    None,
+    /// Tokens only, which stand in `StepState::tokens`.
+    Tokens,
+    Full(Bound<'py, StepResult>),
+}
+
+impl<'py> GivenResult<'py> {
+    pub(crate) fn read(result: Option<&Bound<'py, PyAny>>, tokens: &mut Vec<i32>) -> PyResult<Self> {
+        let Some(result) = result else { return Ok(Self::None) };
+        if copy_int32(result, tokens) {
+            return Ok(Self::Tokens);
+        }
+        if let Ok(result) = result.cast::<StepResult>() {
+            return Ok(Self::Full(result.clone()));
+        }
+        *tokens = sampled_tokens(result)?;
+        Ok(Self::Tokens)
+    }
+
+    fn as_core<'a>(&'a self, tokens: &'a [i32]) -> Option<cbrs_core::StepResult<'a>> {
+        match self {
+            Self::None => None,
+            Self::Tokens => Some(cbrs_core::StepResult { token_ids: tokens, ..Default::default() }),
+            Self::Full(result) => Some(result.get().as_core()),
+        }
+    }
+}
+
+/// Reads the tokens given as a step's result; one that is no int32 is a wrong result.
+fn sampled_tokens(result: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
+    let py = result.py();
+    token_ids(result, "result").map_err(|err| {
+        let is_wrong = err.is_instance_of::<PyValueError>(py);
+        if is_wrong { step_error(py, &err.value(py).to_string()) } else { err }
+    })
+}
+
+impl Scheduler {
+    /// Runs one step of the core. `None` if the caller wants to wait for something to run or to tell, and there is nothing.
+    pub(crate) fn run_step(
+        &self,
+        memory: &Bound<'_, Memory>,
+        given: &GivenResult<'_>,
+        state: &mut StepState,
+        is_waiting: bool,
+    ) -> PyResult<Option<Batch>> {
+        let core = self.step_core(memory.py(), given.as_core(&state.tokens).as_ref())?;
+        if is_waiting && core.batch().num_seqs() == 0 && core.output().is_empty() {
+            return Ok(None);
+        }
+        let mut lender = Lender { memory, outdated: &mut state.outdated };
+        let described = Batch::new(&core, &mut state.views, &mut lender);
+        drop(core);
+        state.outdated.clear();
+        let (mut batch, updates) = described?;
+        batch.set_block_table_updates(state.views.updates(memory, updates)?);
+        Ok(Some(batch))
+    }
+
+    /// Steps the core, without the GIL if that may take long, and returns it locked.
+    fn step_core(
+        &self,
+        py: Python<'_>,
+        result: Option<&cbrs_core::StepResult<'_>>,
+    ) -> PyResult<MutexGuard<'_, cbrs_core::Scheduler>> {
+        let mut core = self.lock()?;
+        let stepped = if core.estimated_work() <= MAX_WORK_WITH_GIL {
+            core.step(result, self.now_ns())
+        } else {
+            drop(core);
+            let stepped = py.detach(|| self.core().lock().ok().map(|mut core| core.step(result, self.now_ns())));
+            core = self.lock()?;
+            // None: it is poisoned, as `lock` has just found.
+            stepped.unwrap_or(Ok(()))
+        };
+        match stepped {
+            Ok(()) => Ok(core),
+            Err(error) => {
+                drop(core);
+                Err(to_py(&error))
+            }
+        }
+    }
+}
