@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scheduling.load import fetcher
+from scheduling.arrays import check_that_all_are_fetched, fetch
 
 import cbrs
 
@@ -28,7 +28,7 @@ class Peer:
             )
         )
         self.batch = self.scheduler.step()
-        self.fetch = fetcher(self.batch)
+        check_that_all_are_fetched(self.batch)
         self.tokens = np.full(limits.max_num_batched_tokens, 7, dtype=np.int32)
         self.result = self.tokens[:0]
 
@@ -41,7 +41,7 @@ class Peer:
     def schedule(self) -> None:
         """Commits the last step and plans this one: both in the same call."""
         self.batch = self.scheduler.step(self.result)
-        self.fetch(self.batch)
+        fetch(self.batch)
 
     def sample(self) -> None:
         self.result = self.tokens[: len(self.batch.sample_index)]

@@ -16,7 +16,8 @@ import numpy as np
 
 import cbrs
 
-from .load import check, config, fetcher, quiet_gc, steady
+from .arrays import check_that_all_are_fetched, fetch
+from .load import check, config, quiet_gc, steady
 
 # Microseconds: goals for the median and the 99th percentile, by number of sequences.
 GOALS = {1: (2, 10), 64: (3, 10), 256: (6, 20), 1024: (20, 50), 4096: (80, 160)}
@@ -50,7 +51,7 @@ def measure_steady(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
             load = steady(
                 num_seqs, 2 * options.num_steps, context=options.context, seed=options.seed + run
             )
-            fetch = fetcher(load.batch)
+            check_that_all_are_fetched(load.batch)
             durations: tuple[list[int], list[int]] = ([], [])
             with quiet_gc():
                 load.steps(1, fetch)
@@ -141,7 +142,7 @@ def measure_busy(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
         load = steady(
             num_seqs, 2 * NUM_BUSY_ROUNDS * stretch, context=options.context, seed=options.seed
         )
-        fetch = fetcher(load.batch)
+        check_that_all_are_fetched(load.batch)
         quiet: list[int] = []
         busy: list[int] = []
         with quiet_gc():

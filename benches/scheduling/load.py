@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
@@ -51,26 +50,6 @@ def quiet_gc() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def fetcher(batch: cbrs.Batch) -> Callable[[cbrs.Batch], None]:
-    """A function that fetches every array of a batch and of its outputs, as numpy views.
-
-    The names are read off a batch, so an array that is added later is fetched, too.
-    """
-
-    def array_names(owner: object) -> list[str]:
-        names = [name for name in dir(type(owner)) if not name.startswith("_")]
-        return [name for name in names if isinstance(getattr(owner, name), np.ndarray)]
-
-    from_batch = attrgetter(*array_names(batch), "block_table_updates", "new_row_tables")
-    from_outputs = attrgetter(*array_names(batch.outputs), "logprobs", "prompt_logprobs")
-
-    def fetch(batch: cbrs.Batch) -> None:
-        from_batch(batch)
-        from_outputs(batch.outputs)
-
-    return fetch
 
 
 @dataclass

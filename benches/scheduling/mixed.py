@@ -10,7 +10,8 @@ import numpy as np
 
 import cbrs
 
-from .load import BLOCK_SIZE, VOCAB_SIZE, check, config, fetcher, quiet_gc
+from .arrays import check_that_all_are_fetched, fetch
+from .load import BLOCK_SIZE, VOCAB_SIZE, check, config, quiet_gc
 
 NUM_IN_FLIGHT = 1024
 NUM_PROMPT_TOKENS = 512
@@ -52,7 +53,7 @@ def run_mixed(num_in_flight: int, num_steps: int, seed: int) -> dict[str, float]
     tokens = np.random.default_rng(seed).integers(VOCAB_SIZE, size=TOKEN_BUDGET, dtype=np.int32)
     submit, step, clock = scheduler.submit, scheduler.step, time.perf_counter_ns
     batch = step()
-    fetch = fetcher(batch)
+    check_that_all_are_fetched(batch)
     to_submit, at = num_in_flight, 0
     submit_ns, step_ns, num_output_tokens, num_admitted, num_cached = [], [], 0, [], 0
     num_warm_up_steps = (

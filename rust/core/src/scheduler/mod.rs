@@ -342,7 +342,7 @@ impl Scheduler {
         // Each further choice of a request copies its prompt and takes all its blocks.
         let num_forks = self.rows.num_free().min(usize::try_from(self.num_unstarted_choices).unwrap_or(usize::MAX));
         let fork_work = num_forks.saturating_mul(self.config.max_model_len / 16);
-        self.num_running() + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
+        self.num_running() * 3 / 4 + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
     }
 
     /// The block pool, to look at.
