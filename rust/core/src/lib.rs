@@ -26,6 +26,7 @@ pub mod error;
 pub mod fault;
 mod hash;
 pub mod logprobs;
+mod memory;
 pub mod queue;
 pub mod request;
 mod row_tables;

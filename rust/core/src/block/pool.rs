@@ -15,6 +15,7 @@ use super::prefix::{Parent, PrefixCache, Published};
 use super::roots::RootTable;
 use super::{BlockId, NONE};
 use crate::error::{Error, Result};
+use crate::memory::table_of;
 
 /// Who holds a block, and its neighbours on the eviction list while it is cached.
 #[derive(Debug, Clone, Copy)]
@@ -52,7 +53,7 @@ impl BlockPool {
     /// A pool of `num_blocks` free blocks of `block_size` tokens.
     pub fn new(num_blocks: usize, block_size: usize) -> Self {
         Self {
-            holds: vec![Hold { ref_count: 0, prev: NONE, next: NONE }; num_blocks],
+            holds: table_of(Hold { ref_count: 0, prev: NONE, next: NONE }, num_blocks),
             free: (0..num_blocks as u32).rev().map(BlockId).collect(),
             lru_head: NONE,
             lru_tail: NONE,

@@ -10,6 +10,7 @@
 //! Memory per block: hash 8, parent 4, link 4 (together, since a look-up reads all three), bucket head 4, and 4 per token.
 
 use super::{BlockId, NONE, RootId};
+use crate::memory::{table_of, zeroed_table};
 
 /// What a block continues: a root (tenant and salt), or a published block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,9 +69,9 @@ impl PrefixCache {
     pub(crate) fn new(num_blocks: usize, block_size: usize) -> Self {
         Self {
             block_size,
-            tokens: vec![0; num_blocks * block_size],
-            entries: vec![Entry { hash: 0, parent: NONE, link: NONE }; num_blocks],
-            buckets: vec![NONE; num_blocks],
+            tokens: zeroed_table(num_blocks * block_size),
+            entries: table_of(Entry { hash: 0, parent: NONE, link: NONE }, num_blocks),
+            buckets: table_of(NONE, num_blocks),
         }
     }
 

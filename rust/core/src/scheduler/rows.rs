@@ -7,6 +7,7 @@
 
 use super::sequence::Order;
 use crate::block::BlockId;
+use crate::memory::zeroed_table;
 use crate::request::RequestId;
 use crate::sampling::SamplingSpec;
 
@@ -84,9 +85,9 @@ impl Rows {
             states: vec![Row::default(); max_num_seqs],
             free: FreeRows::new(max_num_seqs),
             num_growing: 0,
-            tails: vec![0; max_num_seqs * block_size],
+            tails: zeroed_table(max_num_seqs * block_size),
             block_size,
-            tables: BlockTables { ids: vec![0; max_num_seqs * max_blocks], max_blocks },
+            tables: BlockTables { ids: zeroed_table(max_num_seqs * max_blocks), max_blocks },
             sampling: SamplingRows::new(max_num_seqs),
             freed: Vec::with_capacity(max_num_seqs),
         }
