@@ -11,6 +11,8 @@ MATURIN := VIRTUAL_ENV="$(abspath $(VENV))" $(VENV)/bin/maturin
 MODEL := smollm2-135m-instruct
 PROFILE ?= checked
 PYTEST_ARGS ?=
+# Each test file runs as a whole in one of two processes: torch runs on one thread in the tests.
+PYTEST_WORKERS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
 MUTANTS ?=
 BENCH_ARGS ?=
@@ -59,7 +61,7 @@ test: ## set up, then run every check that CI runs (25 minutes at most on 2 core
 soak: $(NEED_BUILD) model ## run the long versions of the tests (hours)
 	CBRS_RANDOM_OPS=100000000 CBRS_SOAK=1 cargo test --locked --profile checked
 	CBRS_SOAK=1 LOOM_MAX_PREEMPTIONS=4 LOOM_MAX_DURATION=120 $(LOOM)
-	CBRS_SOAK=1 $(PY) -m pytest -m soak --timeout 0 $(PYTEST_ARGS)
+	CBRS_SOAK=1 $(PY) -m pytest $(PYTEST_WORKERS) -m soak --timeout 0 $(PYTEST_ARGS)
 
 .PHONY: setup
 setup: ## check the prerequisites and make .venv (PYTHON=python3.12 names the interpreter)
@@ -109,7 +111,7 @@ test-loom: ## model-check the queue: the small models exhaustively, the larger o
 
 .PHONY: test-py
 test-py: $(NEED_BUILD) $(if $(NEED_BUILD),model) ## Python tests (PYTEST_ARGS=...)
-	$(PY) -m pytest --ignore tests/test_packaging.py $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_WORKERS) --ignore tests/test_packaging.py $(PYTEST_ARGS)
 
 .PHONY: wheel
 wheel: $(NEED_SETUP) ## build the release wheel into dist/
