@@ -33,6 +33,7 @@ mod row_tables;
 pub mod sampling;
 mod scheduler;
 pub mod slots;
+pub mod snapshot;
 pub mod stats;
 mod submit;
 mod sync;

@@ -45,9 +45,12 @@ pub struct Stats {
     pub num_evicted_blocks: u64,
 }
 
+/// Number of figures.
+pub(crate) const NUM_STATS: usize = 20;
+
 impl Stats {
     /// Every figure with its name, in the order of the fields.
-    pub fn entries(&self) -> [(&'static str, u64); 20] {
+    pub fn entries(&self) -> [(&'static str, u64); NUM_STATS] {
         [
             ("num_running", self.num_running),
             ("num_waiting", self.num_waiting),
@@ -70,5 +73,69 @@ impl Stats {
             ("num_recomputed_tokens", self.num_recomputed_tokens),
             ("num_evicted_blocks", self.num_evicted_blocks),
         ]
+    }
+
+    /// Every figure, in the order of the fields.
+    pub(crate) fn to_numbers(self) -> [u64; NUM_STATS] {
+        self.entries().map(|(_, number)| number)
+    }
+
+    /// Reads back what `to_numbers` gave.
+    pub(crate) fn from_numbers(numbers: [u64; NUM_STATS]) -> Self {
+        let [
+            num_running,
+            num_waiting,
+            num_free_blocks,
+            num_cached_blocks,
+            num_used_blocks,
+            num_queued_tokens,
+            is_paused,
+            num_steps,
+            num_scheduled_tokens,
+            num_accepted_requests,
+            num_stop_requests,
+            num_length_requests,
+            num_cancelled_requests,
+            num_error_requests,
+            num_prompt_tokens,
+            num_cached_prompt_tokens,
+            num_output_tokens,
+            num_preemptions,
+            num_recomputed_tokens,
+            num_evicted_blocks,
+        ] = numbers;
+        Self {
+            num_running,
+            num_waiting,
+            num_free_blocks,
+            num_cached_blocks,
+            num_used_blocks,
+            num_queued_tokens,
+            is_paused,
+            num_steps,
+            num_scheduled_tokens,
+            num_accepted_requests,
+            num_stop_requests,
+            num_length_requests,
+            num_cancelled_requests,
+            num_error_requests,
+            num_prompt_tokens,
+            num_cached_prompt_tokens,
+            num_output_tokens,
+            num_preemptions,
+            num_recomputed_tokens,
+            num_evicted_blocks,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_back_in_their_order() {
+        let numbers = std::array::from_fn(|index| index as u64 + 1);
+        assert_eq!(Stats::from_numbers(numbers).to_numbers(), numbers);
     }
 }

@@ -5,7 +5,6 @@
 //! 3. Cancels and finishes never wait for room: they go to a stack that always takes them.
 
 use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -18,7 +17,8 @@ use crate::hash::PrefixHasher;
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
 use crate::slots::SlotTable;
-use crate::stats::Stats;
+use crate::snapshot::Snapshot;
+use crate::stats::{NUM_STATS, Stats};
 use crate::waker::Waker;
 
 /// An accepted request on its way to the scheduler.
@@ -56,8 +56,8 @@ pub(crate) struct Shared {
     pub(crate) gate: AdmissionGate,
     pub(crate) waker: Waker,
     pub(crate) hasher: PrefixHasher,
-    /// The last step's snapshot; locked only to copy it.
-    pub(crate) stats: Mutex<Stats>,
+    /// The figures of the last step.
+    pub(crate) stats: Snapshot<NUM_STATS>,
     /// Whether requests that have not started must wait, and whether the last plan knew that.
     is_paused: AtomicBool,
     is_pause_planned: AtomicBool,
@@ -77,7 +77,7 @@ impl Shared {
             gate: AdmissionGate::new(config.queue_capacity, config.max_queued_tokens),
             waker: Waker::new(),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
-            stats: Mutex::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }),
+            stats: Snapshot::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }.to_numbers()),
             is_paused: AtomicBool::new(false),
             is_pause_planned: AtomicBool::new(false),
             vocab_size: config.vocab_size,
@@ -235,7 +235,7 @@ impl Submitter {
     pub fn stats(&self) -> Stats {
         let shared = &*self.shared;
         fault::point("stats");
-        let mut stats = *shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut stats = Stats::from_numbers(shared.stats.read());
         // The snapshot counts choices of started requests; requests that never started are counted by the gate.
         stats.num_waiting += shared.gate.queued_requests() as u64;
         stats.num_queued_tokens = shared.gate.queued_tokens();

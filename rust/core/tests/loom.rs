@@ -29,6 +29,7 @@
 //! | `the_gate_never_holds_more_requests_than_its_bound_within_3_preemptions` | 3 reservers | 3 |
 //! | `the_gate_never_holds_more_tokens_than_its_bound` | 2 reservers | all |
 //! | `a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions` | 2 producers, consumer | 3 |
+//! | `a_snapshot_is_never_a_mixture_of_two` | publisher, reader | all |
 #![cfg(loom)]
 #![allow(clippy::unwrap_used)]
 
@@ -40,6 +41,7 @@ use cbrs_core::admission::AdmissionGate;
 use cbrs_core::control::ControlStack;
 use cbrs_core::queue::{PushError, RequestQueue};
 use cbrs_core::slots::SlotTable;
+use cbrs_core::snapshot::Snapshot;
 use cbrs_core::waker::Waker;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -470,5 +472,24 @@ fn a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions() {
             producers.into_iter().filter(|_| true).map(|p| usize::from(p.join().unwrap())).sum::<usize>();
         num_popped += std::iter::from_fn(|| queue.pop()).count();
         assert_eq!(num_popped, num_accepted);
+    });
+}
+
+#[test]
+fn a_snapshot_is_never_a_mixture_of_two() {
+    explore_all(|| {
+        let snapshot = Arc::new(Snapshot::new([0, 0]));
+        let publisher = {
+            let snapshot = Arc::clone(&snapshot);
+            thread::spawn(move || {
+                snapshot.publish([1, 1]);
+                snapshot.publish([2, 2]);
+            })
+        };
+        if let Some([first, second]) = snapshot.try_read() {
+            assert_eq!(first, second, "parts of two snapshots");
+        }
+        publisher.join().unwrap();
+        assert_eq!(snapshot.read(), [2, 2]);
     });
 }

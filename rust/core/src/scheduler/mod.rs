@@ -387,7 +387,7 @@ impl Scheduler {
         self.stats.num_cached_blocks = self.pool.num_cached() as u64;
         self.stats.num_used_blocks = self.pool.num_used() as u64;
         self.stats.num_evicted_blocks = self.pool.num_evictions();
-        *self.shared.stats.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.stats;
+        self.shared.stats.publish(self.stats.to_numbers());
     }
 
     /// Sequences that have a row.
