@@ -27,11 +27,8 @@ impl Scheduler {
     pub(super) fn may_be_filling(&mut self, hash: u64) -> bool {
         if !self.filling.is_collected {
             self.filling.is_collected = true;
-            for index in 0..self.singles.len() {
-                self.note_filling(self.singles[index]);
-            }
-            for index in 0..self.chunks.len() {
-                self.note_filling(self.chunks[index]);
+            for index in 0..self.pieces.len() {
+                self.note_filling(self.pieces[index]);
             }
             for lane in self.unsampled_lanes() {
                 self.note_filling_of(self.lanes.rows[lane] as u32, self.lanes.num_tokens[lane] as usize - 1, 1);
