@@ -188,26 +188,45 @@ fn set_bytes(batch: &Batch, output: &StepOutput) -> usize {
         + bytes_of!(output; prompt_logprob_requests prompt_logprob_positions started_request_ids started_num_cached_tokens)
 }
 
-/// Bytes held by a scheduler of so many rows, and its share of the arrays of a step.
+/// Bytes held by a scheduler, and the share of the arrays of its steps.
+#[derive(Clone, Copy)]
 struct Held {
     total: i64,
     step_arrays: i64,
 }
 
-/// What a scheduler with `num_seqs` rows holds when all of them decode.
+impl Held {
+    /// Runs two steps, since two sets of arrays take turns, and counts what is held besides what was held `before`.
+    fn count(scheduler: &mut Scheduler, tokens: &[i32], before: i64) -> Self {
+        let step_arrays = [(); 2].map(|()| {
+            step(scheduler, tokens);
+            set_bytes(scheduler.batch(), scheduler.output()) as i64
+        });
+        Self { total: counts().live_bytes - before, step_arrays: step_arrays.iter().sum() }
+    }
+
+    /// Bytes for each of `num` rows by which `self` is more than `other`.
+    fn per_row(self, other: Self, num: usize) -> [f64; 2] {
+        [self.total - other.total, self.step_arrays - other.step_arrays].map(|bytes| bytes as f64 / num as f64)
+    }
+}
+
+/// What a scheduler with `num_seqs` rows holds when all of them compute their prompts, block by block, and when all decode.
 ///
-/// The budget is the same for few rows and many: scratch for the tokens of a plan is no part of a sequence.
-fn held_by_running(num_seqs: usize, num_prompt_tokens: usize, max_tokens: usize) -> Held {
+/// The limits of a plan are the same for few rows and many: scratch for its tokens is no part of a sequence.
+fn held_by_running(num_seqs: usize, num_prompt_tokens: usize, max_tokens: usize) -> [Held; 2] {
     const MOST_SEQS: usize = 1_024;
     let config = SchedulerConfig {
         max_num_seqs: num_seqs,
         max_num_batched_tokens: MOST_SEQS * BLOCK_SIZE,
+        max_prefill_chunk_tokens: Some(BLOCK_SIZE),
         num_blocks: MOST_SEQS * (num_prompt_tokens + max_tokens).div_ceil(BLOCK_SIZE),
         max_model_len: num_prompt_tokens + max_tokens,
         block_size: BLOCK_SIZE,
         queue_capacity: MOST_SEQS,
         ..SchedulerConfig::default()
     };
+    let tokens = vec![1; num_seqs];
     let before = counts().live_bytes;
     drop(Scheduler::new(config.clone()).unwrap());
     assert_eq!(counts().live_bytes, before, "a dropped scheduler holds nothing");
@@ -216,38 +235,44 @@ fn held_by_running(num_seqs: usize, num_prompt_tokens: usize, max_tokens: usize)
         submit(&scheduler.submitter(), prompt(number, num_prompt_tokens - number % BLOCK_SIZE), max_tokens);
     }
     scheduler.step(None, 0).unwrap();
-    let tokens = vec![1; num_seqs];
+    let prefilling = Held::count(&mut scheduler, &tokens, before);
+    assert_eq!(
+        (scheduler.batch().num_seqs(), scheduler.batch().num_samples()),
+        (num_seqs, 0),
+        "all prompts are under way"
+    );
     while scheduler.batch().num_decodes < num_seqs {
         step(&mut scheduler, &tokens);
     }
-    // Two sets of arrays take turns; no other step makes them grow.
-    let step_arrays = [(); 2].map(|()| {
-        step(&mut scheduler, &tokens);
-        set_bytes(scheduler.batch(), scheduler.output()) as i64
-    });
+    let decoding = Held::count(&mut scheduler, &tokens, before);
     assert_eq!(scheduler.batch().num_decodes, num_seqs, "nobody has ended yet");
-    let total = counts().live_bytes - (num_seqs * size_of::<i32>()) as i64 - before;
-    Held { total, step_arrays: step_arrays.iter().sum() }
+    [prefilling, decoding]
 }
 
-/// The pool holds the tokens of full blocks (it has the same size for few rows and many), a row's tail those of the last one. The arrays of
-/// a step are what the runner and the readers of events see; they are there for all rows, whether or not anything runs.
+/// Three things are stated apart from the state. The arrays of a step are what the runner and the readers of events see; they are there for
+/// all rows, whether or not anything runs. Tokens: those of full blocks stand in the pool, which is as large for few rows as for many, and
+/// those of the last block in the row's tail. While a prompt is computed there are a list of its tokens and one of its blocks' hashes.
 #[test]
 fn a_running_sequence_costs_little_besides_its_tokens_and_blocks() {
     const NUM_SEQS: usize = 512;
     const TAIL_BYTES: usize = BLOCK_SIZE * size_of::<i32>();
     let mut most = f64::NEG_INFINITY;
-    for (num_prompt_tokens, max_tokens) in [(16, 16), (496, 64), (512, 512)] {
+    for (num_prompt_tokens, max_tokens) in [(64, 16), (496, 16), (512, 512)] {
         let [few, many] = [NUM_SEQS, 2 * NUM_SEQS].map(|num| held_by_running(num, num_prompt_tokens, max_tokens));
         let table_bytes = (num_prompt_tokens + max_tokens).div_ceil(BLOCK_SIZE) * size_of::<i32>();
-        let step_arrays = (many.step_arrays - few.step_arrays) as f64 / NUM_SEQS as f64;
-        let total = (many.total - few.total) as f64 / NUM_SEQS as f64;
-        let state = total - step_arrays - (TAIL_BYTES + table_bytes) as f64;
-        eprintln!(
-            "{num_prompt_tokens} + {max_tokens} tokens: {state:.1} bytes of state per running sequence; apart from it, per row, {step_arrays:.1} in \
-             the arrays of the step, {TAIL_BYTES} for the tokens of the last block, {table_bytes} in the block table"
-        );
-        most = most.max(state);
+        // Of sixteen prompts, one has full blocks only.
+        let hash_bytes = ((num_prompt_tokens / BLOCK_SIZE) as f64 - 15.0 / 16.0) * size_of::<u64>() as f64;
+        let list_bytes = (num_prompt_tokens as f64 - 7.5) * size_of::<i32>() as f64;
+        for (phase, extra_bytes) in [list_bytes + hash_bytes, 0.0].into_iter().enumerate() {
+            let [total, step_arrays] = many[phase].per_row(few[phase], NUM_SEQS);
+            let state = total - step_arrays - (TAIL_BYTES + table_bytes) as f64 - extra_bytes;
+            eprintln!(
+                "{num_prompt_tokens} + {max_tokens} tokens, {}: {state:.1} bytes of state per running sequence; apart from it, per row, {step_arrays:.1} in \
+                 the arrays of the step, {TAIL_BYTES} for the tokens of the last block, {table_bytes} in the block table, {extra_bytes:.1} for the prompt",
+                ["prefilling", "decoding"][phase]
+            );
+            most = most.max(state);
+        }
     }
     assert!(most <= MAX_SEQUENCE_BYTES, "{most:.1} bytes of state per running sequence");
 }

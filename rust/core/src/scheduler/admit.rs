@@ -209,7 +209,7 @@ impl Scheduler {
             parent = Parent::Block(block);
         }
         // Then, and after a reset of the cache, pins are all there is.
-        let pins = &self.requests[slot as usize].as_ref().expect("a listed slot has a request").pins;
+        let pins = &self.requests[slot as usize].as_ref().expect("a listed slot has a request").pins();
         if pins.len() > self.hits.blocks.len() {
             self.hits.blocks.clear();
             self.hits.blocks.extend_from_slice(pins);

@@ -12,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Scheduler;
+use super::request::Request;
 use super::sequence::{Order, Sequence};
 use crate::block::{BlockId, NONE};
 use crate::request::{FinishReason, RequestId};
@@ -68,9 +69,11 @@ impl Scheduler {
         self.rows.get_mut(row).is_forked_from = false;
         let request = self.requests[slot as usize].as_mut().expect("a running row has a request");
         request.fork = Fork::Ready;
-        request.pins = self.rows.blocks(row)[..num_pins].iter().map(|&block| BlockId::from_table(block)).collect();
-        for &block in &request.pins {
+        let pins = request.pins_mut().expect("a request with several choices has room for pins");
+        for &block in &self.rows.blocks(row)[..num_pins] {
+            let block = BlockId::from_table(block);
             self.pool.acquire(block);
+            pins.push(block);
         }
         self.enter_waiting(slot);
     }
@@ -86,13 +89,14 @@ impl Scheduler {
 
     /// Blocks that a request holds for its choices that have not started, to look at.
     pub fn pinned_blocks(&self, id: RequestId) -> &[BlockId] {
-        self.live(id).map_or(&[], |request| &request.pins)
+        self.live(id).map_or(&[], Request::pins)
     }
 
     /// Gives back the pins of a request, deepest first so that eviction reaches children before their parents.
     pub(super) fn unpin(&mut self, slot: u32) {
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
-        for &block in std::mem::take(&mut request.pins).iter().rev() {
+        let Some(pins) = request.pins_mut() else { return };
+        while let Some(block) = pins.pop() {
             self.pool.release(block).expect("a pinned block is held");
         }
     }
@@ -102,7 +106,7 @@ impl Scheduler {
     /// Returns false if there is none.
     pub(super) fn drop_newest_pins(&mut self, only_sole: bool) -> bool {
         let started = self.waiting.iter().take_while(|&slot| self.request(slot).is_started());
-        let found = started.filter(|&slot| match self.request(slot).pins.last() {
+        let found = started.filter(|&slot| match self.request(slot).pins().last() {
             Some(&deepest) => !only_sole || self.pool.ref_count(deepest) == 1,
             None => false,
         });

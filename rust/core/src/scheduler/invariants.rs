@@ -91,10 +91,10 @@ impl Scheduler {
             Fork::Ready if request.num_unstarted_choices() > 0 => (request.num_prompt_tokens as usize - 1) / block_size,
             _ => 0,
         };
-        assert_eq!(request.pins.len(), num_pins, "{id:?} pins too much or too little");
+        assert_eq!(request.pins().len(), num_pins, "{id:?} pins too much or too little");
         let mut parent = Parent::Root(request.root);
-        let prompt = if request.pins.is_empty() { &[] } else { request.prompt().tokens.as_slice() };
-        for (&block, tokens) in request.pins.iter().zip(prompt.chunks_exact(block_size)) {
+        let prompt = if request.pins().is_empty() { &[] } else { &request.prompt().tokens[..] };
+        for (&block, tokens) in request.pins().iter().zip(prompt.chunks_exact(block_size)) {
             if self.pool.is_published(block) {
                 assert_eq!(self.pool.tokens(block), tokens, "{id:?} pins {block:?}, which holds something else");
                 assert_eq!(
@@ -194,7 +194,7 @@ impl Scheduler {
         let mut live_root_refs: BTreeMap<u32, u32> = BTreeMap::new();
         for request in self.requests.iter().flatten() {
             *live_root_refs.entry(request.root.0).or_default() += 1;
-            for &block in &request.pins {
+            for &block in request.pins() {
                 *holders.entry(block).or_default() += 1;
             }
         }

@@ -118,17 +118,17 @@ impl Scheduler {
         }
         let num_tokens = self.lanes.num_tokens[self.lanes.locate(sequence.order)] as usize;
         let num_full = (num_tokens - 1) / self.config.block_size;
-        let mut known = Known { tokens: Vec::with_capacity(num_tokens), hashes: Vec::new() };
+        let (mut tokens, mut hashes) = (Vec::with_capacity(num_tokens), Vec::new());
         for &entry in &self.rows.blocks(row)[..num_full] {
             let block = BlockId::from_table(entry);
-            known.tokens.extend_from_slice(self.pool.tokens(block));
+            tokens.extend_from_slice(self.pool.tokens(block));
             if state.may_publish {
-                known.hashes.push(self.pool.hash(block));
+                hashes.push(self.pool.hash(block));
             }
         }
-        let num_left = num_tokens - known.tokens.len();
-        known.tokens.extend_from_slice(&self.rows.tail(row)[..num_left]);
-        Some(known)
+        let num_left = num_tokens - tokens.len();
+        tokens.extend_from_slice(&self.rows.tail(row)[..num_left]);
+        Some(Known::new(tokens, hashes))
     }
 
     /// Gives back the row of a sequence, which still lives, and its blocks, deepest first so that eviction reaches children before their parents.

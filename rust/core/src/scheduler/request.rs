@@ -31,8 +31,6 @@ pub(super) struct Request {
     pub(super) first_sequence: u32,
     /// Who computes the prompt for the choices that have not started.
     pub(super) fork: Fork,
-    /// Full blocks of the prompt that wait for them, first to last.
-    pub(super) pins: Box<[BlockId]>,
     pub(super) num_choices: u8,
     /// Choices that were ever admitted; they start in order.
     pub(super) num_started_choices: u8,
@@ -45,9 +43,9 @@ pub(super) struct Request {
     pub(super) ignore_eos: bool,
 }
 
-const _: () = assert!(size_of::<Request>() <= 112, "a request is part of what a running sequence costs");
+const _: () = assert!(size_of::<Request>() <= 96, "a request is part of what a running sequence costs");
 
-/// What few requests ask for.
+/// What few requests have: wishes besides the usual ones, or several choices.
 #[derive(Debug, PartialEq)]
 pub(super) struct Extras {
     pub(super) stop_token_ids: Vec<i32>,
@@ -65,9 +63,11 @@ pub(super) struct Extras {
     pub(super) prompt_logprobs: Option<u32>,
     /// Leading positions of the prompt for which they were told, the first one aside.
     pub(super) num_told_prompt_logprobs: u32,
+    /// Full blocks of the prompt that wait for choices that have not started, first to last.
+    pins: Vec<BlockId>,
 }
 
-/// Those of a request that asks for none of this.
+/// Those of a request that has none of this.
 static NO_EXTRAS: Extras = Extras {
     stop_token_ids: Vec::new(),
     logit_bias: Vec::new(),
@@ -80,6 +80,7 @@ static NO_EXTRAS: Extras = Extras {
     num_logprobs: -1,
     prompt_logprobs: None,
     num_told_prompt_logprobs: 0,
+    pins: Vec::new(),
 };
 
 /// What becomes of a request's specification on its way in.
@@ -112,11 +113,13 @@ impl Request {
             num_logprobs: sampling.logprobs.map_or(-1, |count| count as i8),
             prompt_logprobs: spec.prompt_logprobs,
             num_told_prompt_logprobs: 0,
+            pins: Vec::new(),
         };
+        let has_extras = num_choices > 1 || extras != NO_EXTRAS;
         Self {
             id,
             arrival,
-            prompt: Some(Box::new(Known { tokens, hashes })),
+            prompt: Some(Box::new(Known::new(tokens, hashes))),
             seed,
             root_hash,
             root,
@@ -126,10 +129,9 @@ impl Request {
             top_k: sampling.top_k,
             top_p: sampling.top_p,
             min_p: sampling.min_p,
-            extras: (extras != NO_EXTRAS).then(|| Box::new(extras)),
+            extras: has_extras.then(|| Box::new(extras)),
             first_sequence: NONE,
             fork: Fork::Absent,
-            pins: Box::default(),
             num_choices,
             num_started_choices: 0,
             num_live_choices: num_choices,
@@ -146,6 +148,16 @@ impl Request {
     /// The prompt of a request with a choice that has not started.
     pub(super) fn prompt(&self) -> &Known {
         self.prompt.as_ref().expect("the prompt goes with the last choice")
+    }
+
+    /// Full blocks of the prompt that wait for choices that have not started, first to last.
+    pub(super) fn pins(&self) -> &[BlockId] {
+        &self.extras().pins
+    }
+
+    /// The same, of a request that has several choices, to change.
+    pub(super) fn pins_mut(&mut self) -> Option<&mut Vec<BlockId>> {
+        self.extras.as_mut().map(|extras| &mut extras.pins)
     }
 
     /// Blocks that one of its choices needs at most: the last token is sampled, never computed.

@@ -28,18 +28,28 @@ impl Order {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Known {
     /// Prompt, then generated tokens.
-    pub(super) tokens: Vec<i32>,
+    pub(super) tokens: Box<[i32]>,
     /// Chained hash of each leading full block, as far as it was needed.
-    pub(super) hashes: Vec<u64>,
+    pub(super) hashes: Box<[u64]>,
 }
 
 impl Known {
+    pub(super) fn new(tokens: Vec<i32>, hashes: Vec<u64>) -> Self {
+        Self { tokens: tokens.into_boxed_slice(), hashes: hashes.into_boxed_slice() }
+    }
+
     /// Knows the hash of each of the first `num_blocks` blocks, all of them full, of a prefix that begins at `root_hash`.
     pub(super) fn hash_blocks(&mut self, root_hash: u64, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
-        for index in self.hashes.len()..num_blocks {
-            let parent = self.hashes.last().copied().unwrap_or(root_hash);
-            self.hashes.push(hasher.extend(parent, &self.tokens[index * block_size..][..block_size]));
+        let num_hashed = self.hashes.len();
+        if num_hashed >= num_blocks {
+            return;
         }
+        let mut hashes = std::mem::take(&mut self.hashes).into_vec();
+        hashes.reserve_exact(num_blocks - num_hashed);
+        for tokens in self.tokens.chunks_exact(block_size).take(num_blocks).skip(num_hashed) {
+            hashes.push(hasher.extend(hashes.last().copied().unwrap_or(root_hash), tokens));
+        }
+        self.hashes = hashes.into_boxed_slice();
     }
 }
 
