@@ -83,7 +83,7 @@ static NO_EXTRAS: Extras = Extras {
     pins: Vec::new(),
 };
 
-/// What becomes of a request's specification on its way in.
+/// What the scheduler adds to the specification of a request that it takes in.
 pub(super) struct Entry {
     pub(super) id: RequestId,
     pub(super) arrival: u64,
