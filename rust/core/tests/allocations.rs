@@ -11,7 +11,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use cbrs_core::block::BlockPool;
-use cbrs_core::{RequestSpec, Scheduler, SchedulerConfig, StepResult, Submitter};
+use cbrs_core::{Batch, RequestSpec, Scheduler, SchedulerConfig, StepOutput, StepResult, Submitter};
 
 const BLOCK_SIZE: usize = 16;
 /// Most bytes of a running sequence besides its tokens and its block table.
@@ -166,52 +166,115 @@ fn a_steady_decode_step_asks_for_no_memory() {
     }
 }
 
-/// Bytes held by a scheduler with `num_seqs` rows before any request, and with `num_seqs` decodes one token before their end.
-fn running_bytes(num_seqs: usize, num_prompt_tokens: usize, max_tokens: usize) -> [i64; 2] {
+/// Bytes of memory behind arrays.
+macro_rules! bytes_of {
+    ($owner:expr; $($array:ident)*) => { 0 $(+ memory_of(&$owner.$array))* };
+}
+
+fn memory_of<T>(array: &Vec<T>) -> usize {
+    array.capacity() * size_of::<T>()
+}
+
+/// Bytes of one set of the arrays of a step: what is to run, and what is to tell.
+fn set_bytes(batch: &Batch, output: &StepOutput) -> usize {
+    let (tables, updates) = (&batch.new_row_tables, &batch.block_table_updates);
+    bytes_of!(batch; token_ids positions slot_mapping query_start seq_lens row_ids request_ids choice_ids logits_index)
+        + bytes_of!(batch; sample_index sample_rows sample_positions sample_choices new_rows freed_rows)
+        + bytes_of!(batch; prompt_logits_index prompt_target_ids prompt_rows num_prompt_logprobs)
+        + bytes_of!(tables; history_start history_ids history_num_prompt bias_start bias_ids bias_values banned_start)
+        + bytes_of!(tables; banned_ids bad_words_start bad_word_start bad_word_ids)
+        + bytes_of!(updates; rows first_columns start ids)
+        + bytes_of!(output; request_ids choice_ids token_ids finish_reasons stop_ids logprob_events details)
+        + bytes_of!(output; prompt_logprob_requests prompt_logprob_positions started_request_ids started_num_cached_tokens)
+}
+
+/// Bytes held by a scheduler, and the share of the arrays of its steps.
+#[derive(Clone, Copy)]
+struct Held {
+    total: i64,
+    step_arrays: i64,
+}
+
+impl Held {
+    /// Runs two steps, since two sets of arrays take turns, and counts what is held besides what was held `before`.
+    fn count(scheduler: &mut Scheduler, tokens: &[i32], before: i64) -> Self {
+        let step_arrays = [(); 2].map(|()| {
+            step(scheduler, tokens);
+            set_bytes(scheduler.batch(), scheduler.output()) as i64
+        });
+        Self { total: counts().live_bytes - before, step_arrays: step_arrays.iter().sum() }
+    }
+
+    /// Bytes for each of `num` rows by which `self` is more than `other`.
+    fn per_row(self, other: Self, num: usize) -> [f64; 2] {
+        [self.total - other.total, self.step_arrays - other.step_arrays].map(|bytes| bytes as f64 / num as f64)
+    }
+}
+
+/// What a scheduler with `num_seqs` rows holds when all of them compute their prompts, block by block, and when all decode.
+///
+/// The limits of a plan are the same for few rows and many: scratch for its tokens is no part of a sequence.
+fn held_by_running(num_seqs: usize, num_prompt_tokens: usize, max_tokens: usize) -> [Held; 2] {
     const MOST_SEQS: usize = 1_024;
-    let num_blocks = MOST_SEQS * (num_prompt_tokens + max_tokens).div_ceil(BLOCK_SIZE);
     let config = SchedulerConfig {
         max_num_seqs: num_seqs,
-        max_num_batched_tokens: MOST_SEQS * num_prompt_tokens,
-        num_blocks,
+        max_num_batched_tokens: MOST_SEQS * BLOCK_SIZE,
+        max_prefill_chunk_tokens: Some(BLOCK_SIZE),
+        num_blocks: MOST_SEQS * (num_prompt_tokens + max_tokens).div_ceil(BLOCK_SIZE),
         max_model_len: num_prompt_tokens + max_tokens,
         block_size: BLOCK_SIZE,
         queue_capacity: MOST_SEQS,
         ..SchedulerConfig::default()
     };
-    let before = counts().live_bytes;
-    let idle = Scheduler::new(config.clone()).unwrap();
-    let idle_bytes = counts().live_bytes - before;
-    drop(idle);
-    assert_eq!(counts().live_bytes, before, "a dropped scheduler holds nothing");
-    let mut scheduler = decoding(num_seqs, num_prompt_tokens, max_tokens, config);
     let tokens = vec![1; num_seqs];
-    let tokens_bytes = (num_seqs * size_of::<i32>()) as i64;
-    for _ in 1..max_tokens {
+    let before = counts().live_bytes;
+    drop(Scheduler::new(config.clone()).unwrap());
+    assert_eq!(counts().live_bytes, before, "a dropped scheduler holds nothing");
+    let mut scheduler = Scheduler::new(config).unwrap();
+    for number in 0..num_seqs {
+        submit(&scheduler.submitter(), prompt(number, num_prompt_tokens - number % BLOCK_SIZE), max_tokens);
+    }
+    scheduler.step(None, 0).unwrap();
+    let prefilling = Held::count(&mut scheduler, &tokens, before);
+    assert_eq!(
+        (scheduler.batch().num_seqs(), scheduler.batch().num_samples()),
+        (num_seqs, 0),
+        "all prompts are under way"
+    );
+    while scheduler.batch().num_decodes < num_seqs {
         step(&mut scheduler, &tokens);
     }
-    assert_eq!(scheduler.submitter().stats().num_running, num_seqs as u64, "nobody has ended yet");
-    [idle_bytes, counts().live_bytes - tokens_bytes - before]
+    let decoding = Held::count(&mut scheduler, &tokens, before);
+    assert_eq!(scheduler.batch().num_decodes, num_seqs, "nobody has ended yet");
+    [prefilling, decoding]
 }
 
+/// Three things are stated apart from the state. The arrays of a step are what the runner and the readers of events see; they are there for
+/// all rows, whether or not anything runs. Tokens: those of full blocks stand in the pool, which is as large for few rows as for many, and
+/// those of the last block in the row's tail. While a prompt is computed there are a list of its tokens and one of its blocks' hashes.
 #[test]
 fn a_running_sequence_costs_little_besides_its_tokens_and_blocks() {
     const NUM_SEQS: usize = 512;
+    const TAIL_BYTES: usize = BLOCK_SIZE * size_of::<i32>();
     let mut most = f64::NEG_INFINITY;
-    for (num_prompt_tokens, max_tokens) in [(16, 16), (496, 16), (512, 512)] {
-        let [few, many] = [NUM_SEQS, 2 * NUM_SEQS].map(|num| running_bytes(num, num_prompt_tokens, max_tokens));
-        // Prompts are up to 15 tokens shorter; what is reserved for an output counts as its tokens.
-        let num_tokens = num_prompt_tokens as f64 - 7.5 + max_tokens as f64;
-        let table_bytes = 4.0 * (num_prompt_tokens + max_tokens).div_ceil(BLOCK_SIZE) as f64;
-        let per_sequence = |index: usize| (many[index] - few[index]) as f64 / NUM_SEQS as f64 - table_bytes;
-        let (of_rows, total) = (per_sequence(0), per_sequence(1) - 4.0 * num_tokens);
-        eprintln!(
-            "{num_prompt_tokens} + {max_tokens} tokens: {total:.1} bytes per sequence besides tokens and block table, \
-             {of_rows:.1} of them for its place in the arrays"
-        );
-        most = most.max(total);
+    for (num_prompt_tokens, max_tokens) in [(64, 16), (496, 16), (512, 512)] {
+        let [few, many] = [NUM_SEQS, 2 * NUM_SEQS].map(|num| held_by_running(num, num_prompt_tokens, max_tokens));
+        let table_bytes = (num_prompt_tokens + max_tokens).div_ceil(BLOCK_SIZE) * size_of::<i32>();
+        // Of sixteen prompts, one has full blocks only.
+        let hash_bytes = ((num_prompt_tokens / BLOCK_SIZE) as f64 - 15.0 / 16.0) * size_of::<u64>() as f64;
+        let list_bytes = (num_prompt_tokens as f64 - 7.5) * size_of::<i32>() as f64;
+        for (phase, extra_bytes) in [list_bytes + hash_bytes, 0.0].into_iter().enumerate() {
+            let [total, step_arrays] = many[phase].per_row(few[phase], NUM_SEQS);
+            let state = total - step_arrays - (TAIL_BYTES + table_bytes) as f64 - extra_bytes;
+            eprintln!(
+                "{num_prompt_tokens} + {max_tokens} tokens, {}: {state:.1} bytes of state per running sequence; apart from it, per row, {step_arrays:.1} in \
+                 the arrays of the step, {TAIL_BYTES} for the tokens of the last block, {table_bytes} in the block table, {extra_bytes:.1} for the prompt",
+                ["prefilling", "decoding"][phase]
+            );
+            most = most.max(state);
+        }
     }
-    assert!(most <= MAX_SEQUENCE_BYTES, "{most:.1} bytes per running sequence besides its tokens and block table");
+    assert!(most <= MAX_SEQUENCE_BYTES, "{most:.1} bytes of state per running sequence");
 }
 
 /// Bytes held by a scheduler of `num_blocks` blocks, each of which has had content.

@@ -7,12 +7,11 @@
 //!    prompt which one of them is computing are not in line yet.
 //! 4. While paused, no request starts; choices of started ones do.
 
+use super::Scheduler;
 use super::choices::Fork;
 use super::rows::Row;
 use super::sequence::{Known, Sequences};
-use super::{Request, Scheduler};
 use crate::block::Parent;
-use crate::row_tables::NewRow;
 
 /// Steps that a request waits for a block in flight instead of computing it a second time.
 const MAX_DEFERRALS: u8 = 2;
@@ -95,7 +94,7 @@ impl Scheduler {
             let Ok(row) = self.try_admit(waiter, self.rows.num_growing()) else {
                 break;
             };
-            if self.rows.get(row).num_remaining_tokens() == 1 {
+            if self.num_remaining_tokens(row) == 1 {
                 self.enter_lane(row, None);
             }
         }
@@ -161,11 +160,11 @@ impl Scheduler {
                 let sequence = &self.sequences[sequence];
                 (sequence.known().tokens.len(), self.request(sequence.request.slot()))
             }
-            Waiter::Choice { slot } => (self.request(slot).prompt.len(), self.request(slot)),
+            Waiter::Choice { slot } => (self.request(slot).prompt().tokens.len(), self.request(slot)),
         };
         let num_blocks = num_tokens.div_ceil(block_size);
         let num_new = num_blocks - self.hits.blocks.len();
-        let max_blocks = (request.max_num_tokens as usize - 1).div_ceil(block_size);
+        let max_blocks = request.max_blocks(block_size);
         // An empty engine admits its first sequence without reserve: it fits alone, or `submit` would have refused it.
         let reserve = if self.num_running() == 0 { 0 } else { reserve + usize::from(max_blocks > num_blocks) };
         let num_unheld_hits = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) == 0).count();
@@ -181,21 +180,24 @@ impl Scheduler {
             // What is found is not computed, and has no logits.
             return;
         }
-        let (slot, root, hashes, tokens) = match waiter {
+        let (slot, root, known) = match waiter {
             Waiter::Choice { slot } => {
                 let request = self.requests[slot as usize].as_ref().expect("a listed slot has a request");
-                (slot, request.root, &request.prompt_hashes, &request.prompt)
+                (slot, request.root, request.prompt())
             }
             Waiter::Preempted { sequence } => {
                 let sequence = &mut self.sequences[sequence];
+                let slot = sequence.request.slot();
+                let request = self.requests[slot as usize].as_ref().expect("a sequence has a request");
+                let known = sequence.known_mut();
                 if self.config.enable_prefix_caching {
-                    let num_blocks = (sequence.known().tokens.len() - 1) / block_size;
-                    sequence.hash_blocks(num_blocks, &self.shared.hasher, block_size);
+                    let num_blocks = (known.tokens.len() - 1) / block_size;
+                    known.hash_blocks(request.root_hash, num_blocks, &self.shared.hasher, block_size);
                 }
-                let Known { tokens, hashes } = sequence.known();
-                (sequence.request.slot(), sequence.root, hashes, tokens)
+                (slot, request.root, &*known)
             }
         };
+        let Known { tokens, hashes } = known;
         // Without a cache nothing is hashed, so nothing is found.
         let mut parent = Parent::Root(root);
         let blocks = hashes.iter().zip(tokens.chunks_exact(block_size));
@@ -207,9 +209,10 @@ impl Scheduler {
             parent = Parent::Block(block);
         }
         // Then, and after a reset of the cache, pins are all there is.
-        let pins = &self.requests[slot as usize].as_ref().expect("a listed slot has a request").pins;
+        let pins = &self.requests[slot as usize].as_ref().expect("a listed slot has a request").pins();
         if pins.len() > self.hits.blocks.len() {
-            self.hits.blocks.clone_from(pins);
+            self.hits.blocks.clear();
+            self.hits.blocks.extend_from_slice(pins);
             self.hits.are_published = false;
         }
     }
@@ -223,16 +226,17 @@ impl Scheduler {
         let index = self.hits.blocks.len();
         let may_find = self.config.enable_prefix_caching && request.num_untold_prompt_logprobs() == 0;
         let is_candidate = may_find && !self.is_static() && !request.is_started();
-        let is_block_cacheable = index < (request.prompt.len() - 1) / block_size && index < request.prompt_hashes.len();
+        let prompt = request.prompt();
+        let is_block_cacheable = index < (prompt.tokens.len() - 1) / block_size && index < prompt.hashes.len();
         let is_patient = request.num_deferrals < MAX_DEFERRALS && request.num_overtaken < MAX_OVERTAKES;
         if !is_candidate || !is_block_cacheable || !is_patient {
             return false;
         }
-        let hash = request.prompt_hashes[index];
+        let hash = prompt.hashes[index];
         if !self.may_be_filling(hash) {
             return false;
         }
-        let request = self.request(slot);
+        let (root, prompt) = (self.request(slot).root, self.request(slot).prompt());
         let block = index * block_size..(index + 1) * block_size;
         let fills = |row: u32, num_computed: usize, num_tokens: usize| {
             let row = self.rows.get(row);
@@ -240,12 +244,12 @@ impl Scheduler {
             row.may_publish
                 && num_computed < block.end
                 && num_computed + num_tokens > block.start
-                && other.root == request.root
-                && other.known().hashes.get(index) == request.prompt_hashes.get(index)
+                && self.request(other.request.slot()).root == root
+                && other.known().hashes.get(index) == prompt.hashes.get(index)
                 // Equal hashes are no proof: the whole prefix has to be the same, or the block could not be shared.
-                && other.known().tokens.get(..block.end) == request.prompt.get(..block.end)
+                && other.known().tokens.get(..block.end) == prompt.tokens.get(..block.end)
         };
-        self.chunks.iter().chain(&self.singles).any(|planned| {
+        self.pieces.iter().any(|planned| {
             let num_computed = self.rows.get(planned.row).num_computed_tokens as usize;
             fills(planned.row, num_computed, planned.num_tokens as usize)
         }) || self
@@ -280,18 +284,14 @@ impl Scheduler {
 
     fn occupy_row(&mut self, index: u32) -> u32 {
         let num_hits = self.hits.blocks.len() as u32;
-        let block_size = self.config.block_size as u32;
+        let block_size = self.config.block_size;
         let sequence = &mut self.sequences[index];
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
         let row = self.rows.acquire(Row {
-            request: Some(request.id),
-            order: sequence.order,
             sequence: index,
-            num_tokens: sequence.known().tokens.len() as u32,
-            num_computed_tokens: num_hits * block_size,
-            num_prompt_tokens: request.num_prompt_tokens,
+            num_computed_tokens: num_hits * block_size as u32,
             num_blocks: 0,
-            max_blocks: (request.max_num_tokens - 1).div_ceil(block_size),
+            max_blocks: request.max_blocks(block_size) as u32,
             last_hash: 0,
             is_decoding: false,
             may_publish: self.hits.are_published,
@@ -300,8 +300,7 @@ impl Scheduler {
             wants_prompt_logits: request.num_untold_prompt_logprobs() > 0,
         });
         sequence.row = Some(row);
-        let has_tables = !request.logit_bias.is_empty() || !request.bad_words.is_empty();
-        self.rows.sampling.set(row, &request.sampling, request.seed, has_tables);
+        self.rows.sampling.set(row, request);
         row
     }
 
@@ -327,10 +326,10 @@ impl Scheduler {
         self.batches[self.current].block_table_updates.push(row, 0, self.rows.blocks(row));
     }
 
-    /// Keeps `prefilling` in order of arrival; nearly always the newcomer is the newest.
+    /// Keeps `prefilling`, in which every row has a sequence now, in order of arrival; nearly always the newcomer is the newest.
     fn enter_prefilling(&mut self, row: u32) {
-        let order = self.rows.get(row).order;
-        let is_older = |&other: &u32| self.rows.get(other).order < order;
+        let order = self.order(row);
+        let is_older = |&other: &u32| self.order(other) < order;
         let at = self.prefilling.iter().rposition(is_older).map_or(0, |index| index + 1);
         self.prefilling.insert(at, row);
     }
@@ -354,20 +353,5 @@ impl Scheduler {
         self.stats.num_cached_prompt_tokens += num_hit_tokens as u64;
         self.pending.started_request_ids.push(id);
         self.pending.started_num_cached_tokens.push(num_hit_tokens as i32);
-    }
-}
-
-impl Request {
-    fn new_row<'a>(&'a self, tokens: &'a [i32], eos_token_ids: &'a [i32]) -> NewRow<'a> {
-        let needs_history = self.sampling.has_penalty() || !self.bad_words.is_empty();
-        let eos: &[i32] = if self.ignore_eos { &[] } else { eos_token_ids };
-        let banned = if self.sampling.min_tokens > 0 { [eos, &*self.stop_token_ids] } else { [&[] as &[i32]; 2] };
-        NewRow {
-            history: if needs_history { tokens } else { &[] },
-            num_prompt_tokens: if needs_history { self.num_prompt_tokens as usize } else { 0 },
-            bias: &self.logit_bias,
-            banned,
-            bad_words: &self.bad_words,
-        }
     }
 }

@@ -11,8 +11,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::sequence::{Known, Order, Sequence};
-use super::{Request, Scheduler};
+use super::Scheduler;
+use super::request::Request;
+use super::sequence::{Order, Sequence};
 use crate::block::{BlockId, NONE};
 use crate::request::{FinishReason, RequestId};
 
@@ -27,38 +28,16 @@ pub(super) enum Fork {
     Ready,
 }
 
-impl Request {
-    /// Whether a choice was ever admitted: the queue reservation is given back then.
-    pub(super) fn is_started(&self) -> bool {
-        self.num_started_choices > 0
-    }
-
-    pub(super) fn num_unstarted_choices(&self) -> u32 {
-        self.num_choices - self.num_started_choices
-    }
-
-    /// Whether a choice of it could start, if there is room.
-    pub(super) fn is_waiting(&self) -> bool {
-        self.num_unstarted_choices() > 0 && !matches!(self.fork, Fork::UnderWay { .. })
-    }
-}
-
 impl Scheduler {
     /// Makes a sequence of the next choice of a request.
     pub(super) fn start_choice(&mut self, slot: u32) -> u32 {
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
         let is_last = request.num_unstarted_choices() == 1;
-        let (tokens, hashes) = if is_last {
-            (std::mem::take(&mut request.prompt), std::mem::take(&mut request.prompt_hashes))
-        } else {
-            (request.prompt.clone(), request.prompt_hashes.clone())
-        };
+        let known = if is_last { request.prompt.take() } else { request.prompt.clone() };
         let sequence = self.sequences.insert(Sequence {
             request: request.id,
-            order: Order::new(request.arrival, request.num_started_choices),
-            known: Some(Box::new(Known { tokens, hashes })),
-            root: request.root,
-            root_hash: request.root_hash,
+            order: Order::new(request.arrival, u32::from(request.num_started_choices)),
+            known,
             row: None,
             num_lost_tokens: 0,
             next_sibling: NONE,
@@ -86,14 +65,15 @@ impl Scheduler {
     pub(super) fn fork(&mut self, row: u32) {
         let state = self.rows.get(row);
         let slot = self.sequences[state.sequence].request.slot();
-        let num_pins = (state.num_prompt_tokens as usize - 1) / self.config.block_size;
+        let num_pins = (self.num_prompt_tokens(row) as usize - 1) / self.config.block_size;
         self.rows.get_mut(row).is_forked_from = false;
         let request = self.requests[slot as usize].as_mut().expect("a running row has a request");
         request.fork = Fork::Ready;
+        let pins = request.pins_mut().expect("a request with several choices has room for pins");
         for &block in &self.rows.blocks(row)[..num_pins] {
             let block = BlockId::from_table(block);
             self.pool.acquire(block);
-            request.pins.push(block);
+            pins.push(block);
         }
         self.enter_waiting(slot);
     }
@@ -109,13 +89,14 @@ impl Scheduler {
 
     /// Blocks that a request holds for its choices that have not started, to look at.
     pub fn pinned_blocks(&self, id: RequestId) -> &[BlockId] {
-        self.live(id).map_or(&[], |request| &request.pins)
+        self.live(id).map_or(&[], Request::pins)
     }
 
     /// Gives back the pins of a request, deepest first so that eviction reaches children before their parents.
     pub(super) fn unpin(&mut self, slot: u32) {
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
-        while let Some(block) = request.pins.pop() {
+        let Some(pins) = request.pins_mut() else { return };
+        while let Some(block) = pins.pop() {
             self.pool.release(block).expect("a pinned block is held");
         }
     }
@@ -125,7 +106,7 @@ impl Scheduler {
     /// Returns false if there is none.
     pub(super) fn drop_newest_pins(&mut self, only_sole: bool) -> bool {
         let started = self.waiting.iter().take_while(|&slot| self.request(slot).is_started());
-        let found = started.filter(|&slot| match self.request(slot).pins.last() {
+        let found = started.filter(|&slot| match self.request(slot).pins().last() {
             Some(&deepest) => !only_sole || self.pool.ref_count(deepest) == 1,
             None => false,
         });
@@ -184,7 +165,7 @@ impl Scheduler {
     /// No further choice of the request will start; returns those that have not.
     fn withdraw_unstarted(&mut self, slot: u32) -> Range<u32> {
         let request = self.request_mut(slot);
-        let unstarted = request.num_started_choices..request.num_choices;
+        let unstarted = u32::from(request.num_started_choices)..u32::from(request.num_choices);
         if request.is_waiting() {
             self.waiting.remove(slot);
         }
@@ -194,16 +175,17 @@ impl Scheduler {
             self.num_unstarted_choices -= u64::from(request.num_unstarted_choices());
         }
         request.num_choices = request.num_started_choices;
+        request.prompt = None;
         unstarted
     }
 
     /// Takes a choice, whose terminal event is written, out of every structure.
     pub(super) fn forget_sequence(&mut self, sequence: u32, reason: FinishReason) {
-        let Sequence { request: id, row, next_sibling, .. } = self.sequences.remove(sequence);
-        match row {
+        match self.sequences[sequence].row {
             Some(row) => self.release_row(row),
             None => self.preempted.remove(sequence),
         }
+        let Sequence { request: id, next_sibling, .. } = self.sequences.remove(sequence);
         let request = self.requests[id.slot() as usize].as_mut().expect("a sequence has a request");
         if request.first_sequence == sequence {
             request.first_sequence = next_sibling;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::plan::in_batch_order;
 use super::sequence::Known;
 use super::{Planned, PromptLogits, Scheduler};
 use crate::batch::StepResult;
@@ -62,7 +63,7 @@ impl Scheduler {
             (None, None) => Ok(()),
         };
         let of_lanes = || self.planned_lanes.iter().map(|lane| self.lanes.num_logprobs[lane]);
-        let others = || self.singles.iter().chain(&self.chunks).filter(|planned| planned.is_sampled);
+        let others = || self.pieces.iter().filter(|planned| planned.is_sampled);
         let wanted = || of_lanes().chain(others().map(|planned| planned.num_logprobs)).map(i32::from);
         let most = if self.in_flight && batch.has_sampling_extras { wanted().max() } else { None };
         check("logprobs", result.logprobs, batch.num_samples(), most.filter(|&most| most >= 0))?;
@@ -100,17 +101,17 @@ impl Scheduler {
         let mut sample = self.planned_lanes.len();
         let mut prompt_row = 0;
         self.commit_decodes(&result);
-        let (singles, chunks) = (std::mem::take(&mut self.singles), std::mem::take(&mut self.chunks));
-        for &planned in singles.iter().chain(&chunks) {
+        let pieces = std::mem::take(&mut self.pieces);
+        for planned in in_batch_order(&pieces) {
             // A sample belongs to a sequence even if the sequence has ended meanwhile.
             let drawn = planned.is_sampled.then(|| Sample::of(&result, sample));
-            if self.rows.holds(planned.row, planned.order) {
+            if self.rows.get(planned.row).is_planned {
                 self.commit_sequence(planned, drawn, prompt_row, &result);
             }
             sample += usize::from(planned.is_sampled);
             prompt_row += usize::from(planned.num_prompt_logits);
         }
-        (self.singles, self.chunks) = (singles, chunks);
+        self.pieces = pieces;
         self.close_gaps();
     }
 
@@ -145,7 +146,7 @@ impl Scheduler {
                 self.pending.logprobs.push_from(matrix, sample.index, planned.num_logprobs as usize);
             }
             self.append_token(planned.row, sample.token);
-        } else if self.rows.get(planned.row).num_remaining_tokens() == 1 {
+        } else if self.num_remaining_tokens(planned.row) == 1 {
             self.enter_lane(planned.row, None);
         }
     }
@@ -156,10 +157,11 @@ impl Scheduler {
         let state = *self.rows.get(row);
         let filled = num_computed_before as usize / block_size..state.num_computed_tokens as usize / block_size;
         let sequence = &mut self.sequences[state.sequence];
+        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
         if state.may_publish {
-            sequence.hash_blocks(filled.end, &self.shared.hasher, block_size);
+            sequence.known_mut().hash_blocks(request.root_hash, filled.end, &self.shared.hasher, block_size);
         }
-        let root = sequence.root;
+        let root = request.root;
         for column in filled {
             let Known { tokens, hashes } = self.sequences[state.sequence].known();
             let tokens = &tokens[column * block_size..][..block_size];
@@ -180,10 +182,10 @@ impl Scheduler {
 
     /// The first token of a sequence that has computed all it knew: from now on it decodes.
     fn append_token(&mut self, row: u32, token: i32) {
-        self.enter_lane(row, Some(token));
+        let lane = self.enter_lane(row, Some(token));
         // The ends of a failed request may have taken the room that was made for all samples.
         self.make_room_for_events(1);
-        let (lane, event) = (self.lanes.locate(self.rows.get(row).order), self.pending.len());
+        let event = self.pending.len();
         self.push_tokens(lane..lane + 1, &[token]);
         self.end_if_due(lane, event);
     }
@@ -198,13 +200,13 @@ impl Scheduler {
                 self.fail_sequence(self.rows.get(row).sequence, &message);
             }
         }
-        let (singles, chunks) = (std::mem::take(&mut self.singles), std::mem::take(&mut self.chunks));
-        for planned in singles.iter().chain(&chunks) {
-            if self.rows.holds(planned.row, planned.order) {
+        let pieces = std::mem::take(&mut self.pieces);
+        for planned in in_batch_order(&pieces) {
+            if self.rows.get(planned.row).is_planned {
                 self.fail_sequence(self.rows.get(planned.row).sequence, &message);
             }
         }
-        (self.planned_lanes, self.singles, self.chunks) = (planned_lanes, singles, chunks);
+        (self.planned_lanes, self.pieces) = (planned_lanes, pieces);
         self.close_gaps();
     }
 

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::choices::Fork;
-use super::{Request, Scheduler};
-use crate::block::NONE;
+use super::Scheduler;
+use super::request::{Entry, Request};
 use crate::request::{FinishReason, RequestId};
 use crate::submit::{Control, Submitted};
 
@@ -32,33 +31,8 @@ impl Scheduler {
         let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref());
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let num_prompt_tokens = spec.prompt_token_ids.len() as u32;
-        let request = Request {
-            id,
-            arrival,
-            prompt: spec.prompt_token_ids,
-            prompt_hashes: hashes,
-            num_prompt_tokens,
-            max_num_tokens: num_prompt_tokens + max_tokens,
-            stop_token_ids: spec.stop_token_ids.into_boxed_slice(),
-            ignore_eos: spec.ignore_eos,
-            seed: spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival)),
-            sampling: spec.sampling,
-            logit_bias: spec.logit_bias.into_boxed_slice(),
-            bad_words: spec.bad_words_token_ids.into_boxed_slice(),
-            root,
-            root_hash,
-            num_choices: spec.n,
-            num_started_choices: 0,
-            num_live_choices: spec.n,
-            first_sequence: NONE,
-            fork: Fork::Absent,
-            pins: Vec::new(),
-            prompt_logprobs: spec.prompt_logprobs,
-            num_told_prompt_logprobs: 0,
-            num_deferrals: 0,
-            num_overtaken: 0,
-        };
+        let seed = spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival));
+        let request = Request::new(spec, Entry { id, arrival, seed, root, root_hash, max_tokens, hashes });
         self.requests[id.slot() as usize] = Some(Box::new(request));
         self.waiting.push_back(id.slot());
     }

@@ -22,10 +22,6 @@ pub(super) struct PlannedLanes {
 }
 
 impl PlannedLanes {
-    pub(super) fn with_capacity(max_num_seqs: usize) -> Self {
-        Self { num_all: 0, listed: Vec::with_capacity(max_num_seqs) }
-    }
-
     pub(super) fn clear(&mut self) {
         self.num_all = 0;
         self.listed.clear();
@@ -46,7 +42,9 @@ impl PlannedLanes {
 
 impl Scheduler {
     /// Gives a lane to a prefilling sequence that lacks exactly one token: the last it knew, or the one that was just sampled.
-    pub(super) fn enter_lane(&mut self, row: u32, sampled: Option<i32>) {
+    ///
+    /// Returns the number of the lane.
+    pub(super) fn enter_lane(&mut self, row: u32, sampled: Option<i32>) -> usize {
         let state = *self.rows.get(row);
         let sequence = &self.sequences[state.sequence];
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
@@ -61,12 +59,12 @@ impl Scheduler {
         let token = sampled.unwrap_or_else(|| known[num_computed]);
         let mut flags = if sampled.is_some() { 0 } else { IS_UNSAMPLED };
         flags |= if request.ignore_eos { IGNORES_EOS } else { 0 };
-        flags |= if request.stop_token_ids.is_empty() { 0 } else { HAS_STOP_IDS };
+        flags |= if request.extras().stop_token_ids.is_empty() { 0 } else { HAS_STOP_IDS };
         let lane = Lane {
             rows: row as i32,
-            orders: state.order,
+            orders: sequence.order,
             request_ids: request.id.as_u64(),
-            choice_ids: state.order.choice() as i32,
+            choice_ids: sequence.order.choice() as i32,
             tokens: token,
             num_tokens: num_computed as i32 + 1,
             num_prompt_tokens: request.num_prompt_tokens as i32,
@@ -75,13 +73,13 @@ impl Scheduler {
             tail_ends: self.rows.tail_start(row) + offset as u32,
             quiet_steps: 0,
             extras_below: i32::try_from(self.rows.sampling.extras_below[row as usize]).unwrap_or(i32::MAX),
-            num_logprobs: request.sampling.logprobs.map_or(-1, |count| count as i8),
+            num_logprobs: request.extras().num_logprobs,
             flags,
         };
         self.rows.set_tail(row, &known[last_block * block_size..num_computed]);
         self.rows.set_tail_tokens(&[lane.tail_ends], &[token]);
         let last_hash = match last_block {
-            0 => sequence.root_hash,
+            0 => request.root_hash,
             _ if state.may_publish => self.pool.hash(self.rows.tables.get(row, last_block as u32 - 1)),
             _ => 0,
         };
@@ -95,6 +93,7 @@ impl Scheduler {
         if sampled.is_some() {
             self.sequences[sequence].known = None;
         }
+        at
     }
 
     /// Steps until a lane is notable, from its next one on.
@@ -258,7 +257,7 @@ impl Scheduler {
         if flags & HAS_STOP_IDS != 0 {
             let sequence = self.rows.get(self.lanes.rows[lane] as u32).sequence;
             let request = self.request(self.sequences[sequence].request.slot());
-            if request.stop_token_ids.contains(&token) {
+            if request.extras().stop_token_ids.contains(&token) {
                 return Some((FinishReason::Stop, token));
             }
         }
@@ -275,7 +274,7 @@ impl Scheduler {
             return;
         }
         let parent = match column {
-            0 => Parent::Root(self.sequences[state.sequence].root),
+            0 => Parent::Root(self.request(self.sequences[state.sequence].request.slot()).root),
             _ => Parent::Block(self.rows.tables.get(row, column - 1)),
         };
         let hash = self.shared.hasher.extend(state.last_hash, self.rows.tail(row));

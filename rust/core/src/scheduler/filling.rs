@@ -1,6 +1,7 @@
 //! Which blocks the plan being made will fill, by hash: so that a waiter finds out in O(1) that nobody is computing its next block.
 //!
-//! Collected once per plan, when the first waiter asks; a hash that is found is only a hint, to be verified by content.
+//! Collected once per plan, when the first waiter asks; a hash that is found is only a hint, to be verified by content, so that
+//! the lower half of each will do.
 
 use std::collections::HashSet;
 
@@ -11,7 +12,7 @@ use super::{Planned, Scheduler};
 
 #[derive(Debug, Default)]
 pub(super) struct Filling {
-    hashes: HashSet<u64, FixedState>,
+    hashes: HashSet<u32, FixedState>,
     is_collected: bool,
 }
 
@@ -27,17 +28,14 @@ impl Scheduler {
     pub(super) fn may_be_filling(&mut self, hash: u64) -> bool {
         if !self.filling.is_collected {
             self.filling.is_collected = true;
-            for index in 0..self.singles.len() {
-                self.note_filling(self.singles[index]);
-            }
-            for index in 0..self.chunks.len() {
-                self.note_filling(self.chunks[index]);
+            for index in 0..self.pieces.len() {
+                self.note_filling(self.pieces[index]);
             }
             for lane in self.unsampled_lanes() {
                 self.note_filling_of(self.lanes.rows[lane] as u32, self.lanes.num_tokens[lane] as usize - 1, 1);
             }
         }
-        self.filling.hashes.contains(&hash)
+        self.filling.hashes.contains(&(hash as u32))
     }
 
     /// Planned lanes that compute the last token of a prompt, or of what was known before; nearly always none.
@@ -63,6 +61,6 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let end = (num_computed + num_tokens).div_ceil(block_size).min(hashes.len());
         let start = (num_computed / block_size).min(end);
-        self.filling.hashes.extend(&hashes[start..end]);
+        self.filling.hashes.extend(hashes[start..end].iter().map(|&hash| hash as u32));
     }
 }

@@ -70,30 +70,31 @@ impl Scheduler {
 
     fn check_choices(&self, request: &Request) {
         let id = request.id;
-        let (mut num_live, mut last) = (request.num_unstarted_choices(), None);
+        let (mut num_live, mut last) = (u32::from(request.num_unstarted_choices()), None);
         for sequence in self.sequences.siblings(request.first_sequence) {
             let num_tokens = self.num_tokens(sequence);
             let sequence = &self.sequences[sequence];
             assert_eq!(sequence.request, id, "a choice of {:?} is listed under {id:?}", sequence.request);
             assert!(last < Some(sequence.order), "the choices of {id:?} are out of order");
-            assert!(sequence.order.choice() < request.num_started_choices);
+            assert!(sequence.order.choice() < u32::from(request.num_started_choices));
             assert!(num_tokens < request.max_num_tokens, "{id:?} should have ended");
             last = Some(sequence.order);
             num_live += 1;
         }
-        assert_eq!(request.num_live_choices, num_live, "{id:?}: live choices are miscounted");
+        assert_eq!(u32::from(request.num_live_choices), num_live, "{id:?}: live choices are miscounted");
         assert!(num_live > 0, "{id:?} should have ended");
-        if request.num_unstarted_choices() > 0 {
-            assert_eq!(request.prompt.len(), request.num_prompt_tokens as usize, "{id:?} has lost its prompt");
-        }
+        let num_prompt_tokens = request.prompt.as_ref().map(|known| known.tokens.len() as u32);
+        let is_needed = request.num_unstarted_choices() > 0;
+        assert!(!is_needed || num_prompt_tokens == Some(request.num_prompt_tokens), "{id:?} has lost its prompt");
         let block_size = self.config.block_size;
         let num_pins = match request.fork {
             Fork::Ready if request.num_unstarted_choices() > 0 => (request.num_prompt_tokens as usize - 1) / block_size,
             _ => 0,
         };
-        assert_eq!(request.pins.len(), num_pins, "{id:?} pins too much or too little");
+        assert_eq!(request.pins().len(), num_pins, "{id:?} pins too much or too little");
         let mut parent = Parent::Root(request.root);
-        for (&block, tokens) in request.pins.iter().zip(request.prompt.chunks_exact(block_size)) {
+        let prompt = if request.pins().is_empty() { &[] } else { &request.prompt().tokens[..] };
+        for (&block, tokens) in request.pins().iter().zip(prompt.chunks_exact(block_size)) {
             if self.pool.is_published(block) {
                 assert_eq!(self.pool.tokens(block), tokens, "{id:?} pins {block:?}, which holds something else");
                 assert_eq!(
@@ -113,11 +114,9 @@ impl Scheduler {
             self.lanes.row(lane).map(|row| (row, num_tokens, num_tokens - 1))
         });
         let prefilling = self.prefilling.iter().map(|&row| (row, self.rows.get(row)));
-        decoding.chain(
-            prefilling
-                .filter(|(_, state)| state.is_prefilling())
-                .map(|(row, state)| (row, state.num_tokens as usize, state.num_computed_tokens as usize)),
-        )
+        decoding.chain(prefilling.filter(|(_, state)| state.is_prefilling()).map(|(row, state)| {
+            (row, self.sequences[state.sequence].known().tokens.len(), state.num_computed_tokens as usize)
+        }))
     }
 
     fn check_lanes(&self) {
@@ -126,9 +125,10 @@ impl Scheduler {
             let lanes = &self.lanes;
             let row = lanes.rows[lane] as u32;
             let state = self.rows.get(row);
-            let id = state.request.expect("a lane has a sequence");
+            let sequence = &self.sequences[state.sequence];
+            let id = sequence.request;
             assert!(state.is_decoding, "{id:?} has a lane and does not know it");
-            assert_eq!((lanes.orders[lane], lanes.request_ids[lane]), (state.order, id.as_u64()));
+            assert_eq!((lanes.orders[lane], lanes.request_ids[lane]), (sequence.order, id.as_u64()));
             let num_tokens = lanes.num_tokens[lane] as usize;
             let block_size = self.config.block_size;
             let (last_block, offset) = ((num_tokens - 1) / block_size, (num_tokens - 1) % block_size);
@@ -137,7 +137,7 @@ impl Scheduler {
             assert_eq!(lanes.slots[lane], slot, "{id:?} writes elsewhere");
             assert_eq!(lanes.tail_ends[lane] as usize, row as usize * block_size + offset, "{id:?} has another tail");
             assert_eq!(lanes.tokens[lane], self.rows.tail(row)[offset]);
-            assert_eq!(lanes.num_prompt_tokens[lane] as u32, state.num_prompt_tokens);
+            assert_eq!(lanes.num_prompt_tokens[lane] as u32, self.num_prompt_tokens(row));
             let num_left = lanes.max_num_tokens[lane] - lanes.num_tokens[lane];
             assert!(lanes.quiet_steps[lane] <= num_left.min((block_size - offset) as i32), "{id:?} is overlooked");
             let is_unsampled = lanes.flags[lane] & IS_UNSAMPLED != 0;
@@ -148,21 +148,23 @@ impl Scheduler {
     fn check_rows(&self) {
         self.check_lanes();
         let mut owners = BTreeMap::new();
-        let is_older = |rows: &[u32]| self.rows.get(rows[0]).order < self.rows.get(rows[1]).order;
+        let is_older = |rows: &[u32]| self.order(rows[0]) < self.order(rows[1]);
         assert!(
             self.prefilling_has_gaps || self.prefilling.windows(2).all(is_older),
             "the prefilling list is out of order"
         );
         for (row, num_tokens, num_computed) in self.running() {
             let state = self.rows.get(row);
-            let id = state.request.expect("a running row has a request");
-            assert!(owners.insert(state.sequence, row).is_none(), "a choice of {id:?} runs twice");
             let sequence = &self.sequences[state.sequence];
-            assert_eq!((sequence.request, sequence.order, sequence.row), (id, state.order, Some(row)));
+            let id = sequence.request;
+            assert!(owners.insert(state.sequence, row).is_none(), "a choice of {id:?} runs twice");
+            assert_eq!(sequence.row, Some(row), "{id:?}: row and sequence disagree");
             if let Some(known) = &sequence.known {
                 assert_eq!(num_tokens, known.tokens.len(), "{id:?}: row and sequence disagree");
             }
             assert!(num_computed < num_tokens, "{id:?} has nothing to compute");
+            let is_planned = self.in_flight && self.pieces.iter().any(|planned| planned.row == row);
+            assert_eq!(state.is_planned, is_planned, "{id:?} does not know whether a piece of it is in flight");
             let is_forked_from = self.request(id.slot()).fork == (Fork::UnderWay { sequence: state.sequence });
             assert_eq!(state.is_forked_from, is_forked_from, "{id:?}: row and request disagree");
             let block_size = self.config.block_size;
@@ -192,16 +194,16 @@ impl Scheduler {
         let mut live_root_refs: BTreeMap<u32, u32> = BTreeMap::new();
         for request in self.requests.iter().flatten() {
             *live_root_refs.entry(request.root.0).or_default() += 1;
-            for &block in &request.pins {
+            for &block in request.pins() {
                 *holders.entry(block).or_default() += 1;
             }
         }
         for (row, _, num_computed) in self.running() {
             let state = self.rows.get(row);
-            let id = state.request.expect("a running row has a request");
             let sequence = &self.sequences[state.sequence];
+            let id = sequence.request;
             let block_size = self.config.block_size;
-            let mut parent = Parent::Root(sequence.root);
+            let mut parent = Parent::Root(self.request(id.slot()).root);
             for (column, &entry) in self.rows.blocks(row).iter().enumerate() {
                 let block = BlockId::from_table(entry);
                 *holders.entry(block).or_default() += 1;

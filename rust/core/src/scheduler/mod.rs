@@ -22,6 +22,7 @@ mod lanes;
 mod plan;
 mod preempt;
 mod prompt_logprobs;
+mod request;
 mod rows;
 mod sequence;
 mod waiting;
@@ -30,72 +31,27 @@ mod write;
 use std::sync::Arc;
 
 use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
-use crate::block::{BlockId, BlockPool, RootId};
+use crate::block::{BlockId, BlockPool};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::fault;
-use crate::request::RequestId;
-use crate::sampling::SamplingSpec;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
-use choices::Fork;
 use decode::PlannedLanes;
 use filling::Filling;
 use lanes::Lanes;
 use prompt_logprobs::PromptLogits;
+use request::Request;
 use rows::Rows;
 pub use rows::SamplingRows;
 use sequence::{Order, Sequences};
 use waiting::WaitingList;
-
-/// A live request: what was asked for, and how far its choices are.
-#[derive(Debug)]
-struct Request {
-    id: RequestId,
-    /// Position in the order of arrival.
-    arrival: u64,
-    /// For the choices that have not started: the last one takes it along.
-    prompt: Vec<i32>,
-    /// Chained hash of each full block of the prompt.
-    prompt_hashes: Vec<u64>,
-    num_prompt_tokens: u32,
-    /// Prompt plus `max_tokens`.
-    max_num_tokens: u32,
-    stop_token_ids: Box<[i32]>,
-    ignore_eos: bool,
-    sampling: SamplingSpec,
-    logit_bias: Box<[(i32, f32)]>,
-    bad_words: Box<[Vec<i32>]>,
-    seed: u64,
-    root: RootId,
-    root_hash: u64,
-    num_choices: u32,
-    /// Choices that were ever admitted; they start in order.
-    num_started_choices: u32,
-    /// Choices that have not ended.
-    num_live_choices: u32,
-    /// First of the choices that have started and not ended, or `NONE`.
-    first_sequence: u32,
-    /// Who computes the prompt for the choices that have not started.
-    fork: Fork,
-    /// Full blocks of the prompt that wait for them, first to last.
-    pins: Vec<BlockId>,
-    /// Most likely ids wanted with each prompt token but the first; absent = nothing.
-    prompt_logprobs: Option<u32>,
-    /// Leading positions of the prompt for which they were told, the first one aside.
-    num_told_prompt_logprobs: u32,
-    /// Steps it waited for a block that another sequence was filling.
-    num_deferrals: u8,
-    /// Later arrivals admitted while it waited so.
-    num_overtaken: u8,
-}
 
 /// A planned piece of a prompt: the next `num_tokens` tokens of the sequence in `row`.
 ///
 /// The commit relies on these alone: the batch's arrays are lent to the caller, who may write to them.
 #[derive(Debug, Clone, Copy)]
 struct Planned {
-    order: Order,
     row: u32,
     num_tokens: u32,
     /// Rows of logits for prompt log-probabilities.
@@ -147,10 +103,9 @@ pub struct Scheduler {
     waiting: WaitingList,
     /// Choices of started requests that have not started.
     num_unstarted_choices: u64,
-    /// Plan of the batch in flight, or being made: lanes, then the other sequences with one query token, then those with more.
+    /// Plan of the batch in flight, or being made: lanes, and pieces of prompts in no order (`in_batch_order`).
     planned_lanes: PlannedLanes,
-    singles: Vec<Planned>,
-    chunks: Vec<Planned>,
+    pieces: Vec<Planned>,
     /// Whether the current batch still awaits its result.
     in_flight: bool,
     /// What the result of this plan must say about prompts.
@@ -221,9 +176,8 @@ impl Scheduler {
             preempted: WaitingList::new(config.max_num_seqs),
             waiting: WaitingList::new(num_slots),
             num_unstarted_choices: 0,
-            planned_lanes: PlannedLanes::with_capacity(config.max_num_seqs),
-            singles: Vec::with_capacity(config.max_num_seqs),
-            chunks: Vec::with_capacity(config.max_num_seqs),
+            planned_lanes: PlannedLanes::default(),
+            pieces: Vec::with_capacity(config.max_num_seqs),
             in_flight: false,
             prompt_logits: PromptLogits::default(),
             step_id: 0,
@@ -240,7 +194,7 @@ impl Scheduler {
             is_finished: false,
             filling: Filling::default(),
             notable: vec![0; config.max_num_seqs + 1].into_boxed_slice(),
-            kept_tokens: Vec::with_capacity(config.max_num_seqs),
+            kept_tokens: Vec::new(),
             hits: Hits::default(),
             retired_outputs: Vec::new(),
             config,
@@ -399,10 +353,26 @@ impl Scheduler {
     fn num_computed_tokens(&self, row: u32) -> u32 {
         let state = self.rows.get(row);
         if state.is_decoding {
-            self.lanes.num_tokens[self.lanes.locate(state.order)] as u32 - 1
+            self.lanes.num_tokens[self.lanes.locate(self.order(row))] as u32 - 1
         } else {
             state.num_computed_tokens
         }
+    }
+
+    /// Tokens of a prefilling sequence that a step could compute now.
+    fn num_remaining_tokens(&self, row: u32) -> usize {
+        let state = self.rows.get(row);
+        debug_assert!(state.is_prefilling(), "the lane knows");
+        self.sequences[state.sequence].known().tokens.len() - state.num_computed_tokens as usize
+    }
+
+    fn num_prompt_tokens(&self, row: u32) -> u32 {
+        self.request(self.sequences[self.rows.get(row).sequence].request.slot()).num_prompt_tokens
+    }
+
+    /// Place of a running sequence in the order of arrival.
+    fn order(&self, row: u32) -> Order {
+        self.sequences[self.rows.get(row).sequence].order
     }
 
     /// Tokens of a sequence that are known.

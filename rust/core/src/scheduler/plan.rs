@@ -2,6 +2,13 @@
 
 use super::{Planned, PromptLogits, Scheduler};
 
+/// Pieces of a plan in the order of the batch: those of one token, then the longer ones, each as they were planned.
+pub(super) fn in_batch_order(pieces: &[Planned]) -> impl Iterator<Item = Planned> + '_ {
+    let [singles, chunks] = [true, false]
+        .map(|is_single| pieces.iter().copied().filter(move |planned| (planned.num_tokens == 1) == is_single));
+    singles.chain(chunks)
+}
+
 impl Scheduler {
     /// Plans the next batch. Each pass takes from the token budget what the one before has left.
     pub(super) fn plan(&mut self) {
@@ -15,8 +22,7 @@ impl Scheduler {
         batch.clear();
         batch.block_table_updates.append(&mut self.exchanged);
         self.planned_lanes.clear();
-        self.singles.clear();
-        self.chunks.clear();
+        self.pieces.clear();
         self.filling.clear();
         self.prompt_logits = PromptLogits::default();
         let num_preemptions = self.stats.num_preemptions;
@@ -50,7 +56,7 @@ impl Scheduler {
 
     /// Schedules the next tokens of a row within `budget`; returns how many, 0 if no logits are left for a prompt that wants them.
     pub(super) fn plan_chunk(&mut self, row: u32, budget: usize) -> usize {
-        let num_remaining = self.rows.get(row).num_remaining_tokens() as usize;
+        let num_remaining = self.num_remaining_tokens(row);
         let num_tokens = budget.min(self.config.max_chunk_tokens()).min(num_remaining);
         let (num_tokens, num_prompt_logits) = self.plan_prompt_logits(row, num_tokens);
         if num_tokens == 0 {
@@ -59,16 +65,11 @@ impl Scheduler {
         let state = self.rows.get_mut(row);
         state.is_planned = true;
         let is_sampled = num_tokens == num_remaining;
-        let (order, sequence) = (state.order, state.sequence);
+        let sequence = state.sequence;
         let num_logprobs = self.num_logprobs(row, sequence);
-        let planned =
-            Planned { order, row, num_tokens: num_tokens as u32, num_prompt_logits, num_logprobs, is_sampled };
+        let planned = Planned { row, num_tokens: num_tokens as u32, num_prompt_logits, num_logprobs, is_sampled };
         self.note_filling(planned);
-        if num_tokens == 1 {
-            self.singles.push(planned);
-        } else {
-            self.chunks.push(planned);
-        }
+        self.pieces.push(planned);
         num_tokens
     }
 
@@ -77,7 +78,6 @@ impl Scheduler {
         if self.rows.sampling.extras_below[row as usize] < u32::MAX {
             return -1;
         }
-        let request = self.request(self.sequences[sequence].request.slot());
-        request.sampling.logprobs.map_or(-1, |count| count as i8)
+        self.request(self.sequences[sequence].request.slot()).extras().num_logprobs
     }
 }

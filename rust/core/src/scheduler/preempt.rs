@@ -51,12 +51,12 @@ impl Scheduler {
     /// A sequence all of whose blocks have other holders is chosen only if no other is left: displacing it gains nothing by itself.
     /// `None` if the only one left is `row` and a newer sequence is in the plan: then it waits for its turn instead.
     fn pick_victim(&self, row: u32) -> Option<u32> {
-        let beneficiary = self.rows.get(row).order;
+        let beneficiary = self.order(row);
         let mut newest = None;
         let mut newer_is_planned = false;
         for candidate in self.running_newest_first() {
             let state = self.rows.get(candidate);
-            if state.order < beneficiary {
+            if self.order(candidate) < beneficiary {
                 break;
             }
             if state.is_planned {
@@ -79,7 +79,7 @@ impl Scheduler {
         let mut decoding = (0..self.lanes.len()).rev().filter_map(|lane| self.lanes.row(lane)).peekable();
         let mut prefilling =
             self.prefilling.iter().rev().copied().filter(|&row| self.rows.get(row).is_prefilling()).peekable();
-        let order = |row: Option<&u32>| row.map(|&row| self.rows.get(row).order);
+        let order = |row: Option<&u32>| row.map(|&row| self.order(row));
         std::iter::from_fn(move || {
             if order(decoding.peek()) > order(prefilling.peek()) { decoding.next() } else { prefilling.next() }
         })
@@ -104,40 +104,40 @@ impl Scheduler {
         if let Some(known) = known {
             sequence.known = Some(Box::new(known));
         }
-        let sequences = &self.sequences;
-        self.preempted.insert_before_first(state.sequence, |other| sequences[other].order > state.order);
+        let (sequences, order) = (&self.sequences, self.sequences[state.sequence].order);
+        self.preempted.insert_before_first(state.sequence, |other| sequences[other].order > order);
         self.stats.num_preemptions += 1;
     }
 
     /// Lists the tokens of a decoding sequence that has given up its own list; its blocks must still be held.
     fn recall(&self, row: u32) -> Option<Known> {
         let state = self.rows.get(row);
-        if self.sequences[state.sequence].known.is_some() {
+        let sequence = &self.sequences[state.sequence];
+        if sequence.known.is_some() {
             return None;
         }
-        let num_tokens = self.lanes.num_tokens[self.lanes.locate(state.order)] as usize;
+        let num_tokens = self.lanes.num_tokens[self.lanes.locate(sequence.order)] as usize;
         let num_full = (num_tokens - 1) / self.config.block_size;
-        let mut known = Known { tokens: Vec::with_capacity(num_tokens), hashes: Vec::new() };
+        let (mut tokens, mut hashes) = (Vec::with_capacity(num_tokens), Vec::new());
         for &entry in &self.rows.blocks(row)[..num_full] {
             let block = BlockId::from_table(entry);
-            known.tokens.extend_from_slice(self.pool.tokens(block));
+            tokens.extend_from_slice(self.pool.tokens(block));
             if state.may_publish {
-                known.hashes.push(self.pool.hash(block));
+                hashes.push(self.pool.hash(block));
             }
         }
-        let num_left = num_tokens - known.tokens.len();
-        known.tokens.extend_from_slice(&self.rows.tail(row)[..num_left]);
-        Some(known)
+        let num_left = num_tokens - tokens.len();
+        tokens.extend_from_slice(&self.rows.tail(row)[..num_left]);
+        Some(Known::new(tokens, hashes))
     }
 
-    /// Gives back a row and its blocks, deepest first so that eviction reaches children before their parents.
+    /// Gives back the row of a sequence, which still lives, and its blocks, deepest first so that eviction reaches children before their parents.
     pub(super) fn release_row(&mut self, row: u32) {
         while let Some(block) = self.rows.pop_block(row) {
             self.pool.release(block).expect("a block in a table is held");
         }
-        let state = self.rows.get(row);
-        if state.is_decoding {
-            self.lanes.vacate(self.lanes.locate(state.order));
+        if self.rows.get(row).is_decoding {
+            self.lanes.vacate(self.lanes.locate(self.order(row)));
         } else {
             self.prefilling_has_gaps = true;
         }

@@ -5,38 +5,29 @@
 //!    `num_computed_tokens`; then its lane does (`lanes.rs`), and the row its tail.
 //! 3. The leading full blocks of a row that may publish are published, and no others.
 
-use super::sequence::Order;
-use crate::block::BlockId;
-use crate::memory::zeroed_table;
-use crate::request::RequestId;
-use crate::sampling::SamplingSpec;
+use super::request::Request;
+use crate::block::{BlockId, NONE};
+use crate::memory::{table_of, zeroed_table};
 
-/// State of a running sequence.
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(align(64))]
+/// State of a running sequence, besides what its sequence and its request say.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(32))]
 pub(crate) struct Row {
-    /// `None` = the row is free.
-    pub(crate) request: Option<RequestId>,
-    /// Place in the order of arrival.
-    pub(super) order: Order,
-    /// Its number among the sequences.
-    pub(crate) sequence: u32,
-    /// Prompt and generated tokens known; stale while it decodes.
-    pub(crate) num_tokens: u32,
-    /// Tokens whose keys and values are in the cache; stale while it decodes.
-    pub(crate) num_computed_tokens: u32,
-    pub(crate) num_prompt_tokens: u32,
-    /// Length of the block table.
-    pub(crate) num_blocks: u32,
     /// Hash of the last full block while it decodes and may publish (that of its root without any).
     pub(crate) last_hash: u64,
-    /// Blocks that the sequence may need at most: the last token is sampled, never computed.
+    /// Its number among the sequences; `NONE` = the row is free.
+    pub(crate) sequence: u32,
+    /// Tokens whose keys and values are in the cache; stale while it decodes.
+    pub(crate) num_computed_tokens: u32,
+    /// Length of the block table.
+    pub(crate) num_blocks: u32,
+    /// Blocks that the sequence may need at most.
     pub(crate) max_blocks: u32,
     /// It has a lane.
     pub(crate) is_decoding: bool,
     /// Whether further blocks may be published: not after the prefix cache was reset under the sequence.
     pub(crate) may_publish: bool,
-    /// Scheduled in the plan being made.
+    /// Scheduled in the plan being made, or without a lane in the batch in flight.
     pub(crate) is_planned: bool,
     /// Other choices wait for it to compute the prompt.
     pub(crate) is_forked_from: bool,
@@ -44,18 +35,25 @@ pub(crate) struct Row {
     pub(crate) wants_prompt_logits: bool,
 }
 
-const _: () = assert!(size_of::<Row>() == 64, "a row is one cache line");
+const _: () = assert!(size_of::<Row>() == 32, "two rows are a cache line, and none lies across two");
 
 impl Row {
-    /// Tokens that a step could compute now.
-    pub(crate) fn num_remaining_tokens(&self) -> u32 {
-        debug_assert!(!self.is_decoding, "the lane knows");
-        self.num_tokens - self.num_computed_tokens
-    }
+    const FREE: Self = Self {
+        last_hash: 0,
+        sequence: NONE,
+        num_computed_tokens: 0,
+        num_blocks: 0,
+        max_blocks: 0,
+        is_decoding: false,
+        may_publish: false,
+        is_planned: false,
+        is_forked_from: false,
+        wants_prompt_logits: false,
+    };
 
     /// Whether a sequence has the row and no lane.
     pub(crate) fn is_prefilling(&self) -> bool {
-        self.request.is_some() && !self.is_decoding
+        self.sequence != NONE && !self.is_decoding
     }
 
     /// Whether the sequence may need a block beyond its table.
@@ -82,7 +80,7 @@ pub(crate) struct Rows {
 impl Rows {
     pub(crate) fn new(max_num_seqs: usize, max_blocks: usize, block_size: usize) -> Self {
         Self {
-            states: vec![Row::default(); max_num_seqs],
+            states: table_of(Row::FREE, max_num_seqs),
             free: FreeRows::new(max_num_seqs),
             num_growing: 0,
             tails: zeroed_table(max_num_seqs * block_size),
@@ -105,12 +103,6 @@ impl Rows {
         &mut self.states[row as usize]
     }
 
-    /// Whether the sequence at this place in the order of arrival still has the row.
-    pub(super) fn holds(&self, row: u32, order: Order) -> bool {
-        let state = self.get(row);
-        state.request.is_some() && state.order == order
-    }
-
     /// Running sequences that may need a further block.
     pub(crate) fn num_growing(&self) -> usize {
         self.num_growing
@@ -128,7 +120,7 @@ impl Rows {
     pub(crate) fn release(&mut self, row: u32) {
         debug_assert_eq!(self.states[row as usize].num_blocks, 0, "blocks are released before their row");
         self.num_growing -= usize::from(self.states[row as usize].may_grow());
-        self.states[row as usize] = Row::default();
+        self.states[row as usize] = Row::FREE;
         self.free.put(row);
         self.freed.push(row as i32);
     }
@@ -265,20 +257,20 @@ impl SamplingRows {
         }
     }
 
-    pub(crate) fn set(&mut self, row: u32, spec: &SamplingSpec, seed: u64, has_tables: bool) {
-        let row = row as usize;
-        self.temperature[row] = spec.temperature;
-        self.top_k[row] = spec.top_k;
-        self.top_p[row] = spec.top_p;
-        self.min_p[row] = spec.min_p;
-        self.seeds[row] = seed;
-        self.presence_penalty[row] = spec.presence_penalty;
-        self.frequency_penalty[row] = spec.frequency_penalty;
-        self.repetition_penalty[row] = spec.repetition_penalty;
-        self.min_tokens[row] = spec.min_tokens as i32;
-        self.num_logprobs[row] = spec.logprobs.map_or(-1, |count| count as i32);
-        let is_always = has_tables || spec.has_penalty() || spec.logprobs.is_some();
-        self.extras_below[row] = if is_always { u32::MAX } else { spec.min_tokens };
+    pub(super) fn set(&mut self, row: u32, request: &Request) {
+        let (row, extras) = (row as usize, request.extras());
+        self.temperature[row] = request.temperature;
+        self.top_k[row] = request.top_k;
+        self.top_p[row] = request.top_p;
+        self.min_p[row] = request.min_p;
+        self.seeds[row] = request.seed;
+        self.presence_penalty[row] = extras.presence_penalty;
+        self.frequency_penalty[row] = extras.frequency_penalty;
+        self.repetition_penalty[row] = extras.repetition_penalty;
+        self.min_tokens[row] = extras.min_tokens as i32;
+        self.num_logprobs[row] = i32::from(extras.num_logprobs);
+        let is_always = request.has_tables() || extras.has_penalty || extras.num_logprobs >= 0;
+        self.extras_below[row] = if is_always { u32::MAX } else { extras.min_tokens };
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::ops::{Index, IndexMut};
 
-use crate::block::{NONE, RootId};
+use crate::block::NONE;
 use crate::hash::PrefixHasher;
 use crate::request::{MAX_CHOICES, RequestId};
 
@@ -25,12 +25,32 @@ impl Order {
 }
 
 /// Tokens of a sequence that has to compute them.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Known {
     /// Prompt, then generated tokens.
-    pub(super) tokens: Vec<i32>,
+    pub(super) tokens: Box<[i32]>,
     /// Chained hash of each leading full block, as far as it was needed.
-    pub(super) hashes: Vec<u64>,
+    pub(super) hashes: Box<[u64]>,
+}
+
+impl Known {
+    pub(super) fn new(tokens: Vec<i32>, hashes: Vec<u64>) -> Self {
+        Self { tokens: tokens.into_boxed_slice(), hashes: hashes.into_boxed_slice() }
+    }
+
+    /// Knows the hash of each of the first `num_blocks` blocks, all of them full, of a prefix that begins at `root_hash`.
+    pub(super) fn hash_blocks(&mut self, root_hash: u64, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
+        let num_hashed = self.hashes.len();
+        if num_hashed >= num_blocks {
+            return;
+        }
+        let mut hashes = std::mem::take(&mut self.hashes).into_vec();
+        hashes.reserve_exact(num_blocks - num_hashed);
+        for tokens in self.tokens.chunks_exact(block_size).take(num_blocks).skip(num_hashed) {
+            hashes.push(hasher.extend(hashes.last().copied().unwrap_or(root_hash), tokens));
+        }
+        self.hashes = hashes.into_boxed_slice();
+    }
 }
 
 /// A choice that has started and not ended.
@@ -40,9 +60,6 @@ pub(super) struct Sequence {
     pub(super) order: Order,
     /// Absent = it decodes.
     pub(super) known: Option<Box<Known>>,
-    /// Where its prefix begins; the request holds the reference.
-    pub(super) root: RootId,
-    pub(super) root_hash: u64,
     /// Absent = it was preempted and waits.
     pub(super) row: Option<u32>,
     /// Computed tokens lost to a preemption and not yet computed again.
@@ -50,6 +67,8 @@ pub(super) struct Sequence {
     /// The next choice of the request that has started and not ended, or `NONE`.
     pub(super) next_sibling: u32,
 }
+
+const _: () = assert!(size_of::<Option<Sequence>>() <= 40, "a sequence is part of what a running one costs");
 
 impl Sequence {
     /// What a sequence knows that waits or computes more than its last token.
@@ -59,16 +78,6 @@ impl Sequence {
 
     pub(super) fn known_mut(&mut self) -> &mut Known {
         self.known.as_mut().expect("only a decoding sequence has given up its list of tokens")
-    }
-
-    /// Knows the hash of each of its first `num_blocks` blocks, all of them full.
-    pub(super) fn hash_blocks(&mut self, num_blocks: usize, hasher: &PrefixHasher, block_size: usize) {
-        let root_hash = self.root_hash;
-        let Known { tokens, hashes } = self.known_mut();
-        for index in hashes.len()..num_blocks {
-            let parent = hashes.last().copied().unwrap_or(root_hash);
-            hashes.push(hasher.extend(parent, &tokens[index * block_size..][..block_size]));
-        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Writing the arrays of a planned batch: lanes, then the other sequences with one query token, then chunks.
 
+use super::plan::in_batch_order;
 use super::{Planned, Scheduler};
 
 impl Scheduler {
@@ -14,15 +15,16 @@ impl Scheduler {
             planned_lanes.iter().for_each(|lane| self.write_lane(lane));
             self.planned_lanes = planned_lanes;
         }
-        for index in 0..self.singles.len() {
-            self.write_sequence(self.singles[index]);
+        let pieces = std::mem::take(&mut self.pieces);
+        let mut num_singles = 0;
+        for planned in in_batch_order(&pieces) {
+            self.write_sequence(planned);
+            num_singles += usize::from(planned.num_tokens == 1);
         }
-        for index in 0..self.chunks.len() {
-            self.write_sequence(self.chunks[index]);
-        }
+        self.pieces = pieces;
         let batch = &mut self.batches[self.current];
         batch.step_id = self.step_id;
-        batch.num_decodes = self.planned_lanes.len() + self.singles.len();
+        batch.num_decodes = self.planned_lanes.len() + num_singles;
         self.rows.report_freed(&mut batch.freed_rows);
         self.in_flight = batch.num_seqs() > 0;
         self.stats.num_steps += u64::from(self.in_flight);
@@ -86,11 +88,11 @@ impl Scheduler {
     fn write_sequence(&mut self, planned: Planned) {
         let block_size = self.config.block_size;
         let row = self.rows.get(planned.row);
-        let id = row.request.expect("a planned row has a sequence");
-        let choice = planned.order.choice() as i32;
+        let sequence = &self.sequences[row.sequence];
+        let choice = sequence.order.choice() as i32;
         let batch = &mut self.batches[self.current];
         let (start, end) = (row.num_computed_tokens, row.num_computed_tokens + planned.num_tokens);
-        let tokens = &self.sequences[row.sequence].known().tokens;
+        let tokens = &sequence.known().tokens;
         batch.token_ids.extend_from_slice(&tokens[start as usize..end as usize]);
         batch.positions.extend(start as i32..end as i32);
         let table = self.rows.blocks(planned.row);
@@ -98,20 +100,21 @@ impl Scheduler {
         batch.query_start.push(batch.token_ids.len() as i32);
         batch.seq_lens.push(end as i32);
         batch.row_ids.push(planned.row as i32);
-        batch.request_ids.push(id.as_u64());
+        batch.request_ids.push(sequence.request.as_u64());
         batch.choice_ids.push(choice);
         batch.max_query_len = batch.max_query_len.max(planned.num_tokens as usize);
         batch.max_seq_len = batch.max_seq_len.max(end as usize);
         if planned.num_prompt_logits > 0 {
             self.write_prompt_logits(planned);
         }
-        let row = self.rows.get(planned.row);
-        let batch = &mut self.batches[self.current];
         if planned.is_sampled {
+            // All known tokens are computed then.
+            let num_prompt_tokens = self.num_prompt_tokens(planned.row);
+            let batch = &mut self.batches[self.current];
             batch.sample_index.push(batch.logits_index.len() as i32);
             batch.logits_index.push(batch.token_ids.len() as i32 - 1);
             batch.sample_rows.push(planned.row as i32);
-            let num_output_tokens = row.num_tokens - row.num_prompt_tokens;
+            let num_output_tokens = end - num_prompt_tokens;
             batch.sample_positions.push(num_output_tokens as i32);
             batch.sample_choices.push(choice);
             batch.has_sampling_extras |= num_output_tokens < self.rows.sampling.extras_below[planned.row as usize];
