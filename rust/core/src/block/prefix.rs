@@ -7,7 +7,7 @@
 //!
 //! 4. The tokens of a full block are stored even while it is not published: they are the only copy of what its holders have computed.
 //!
-//! Memory per block: hash 8, parent 4, link 4 (together, since a look-up reads all three), bucket head 4, and 4 per token.
+//! Memory per block: hash 8, parent 4, link 4 (together, since a look-up reads all three), bucket head 3, and 4 per token.
 
 use super::{BlockId, NONE, RootId};
 use crate::memory::{table_of, zeroed_table};
@@ -61,7 +61,7 @@ pub(crate) struct PrefixCache {
     block_size: usize,
     tokens: Vec<i32>,
     entries: Vec<Entry>,
-    /// First block of each bucket; as many buckets as blocks.
+    /// First block of each bucket; three buckets for four blocks.
     buckets: Vec<u32>,
 }
 
@@ -71,7 +71,7 @@ impl PrefixCache {
             block_size,
             tokens: zeroed_table(num_blocks * block_size),
             entries: table_of(Entry { hash: 0, parent: NONE, link: NONE }, num_blocks),
-            buckets: table_of(NONE, num_blocks),
+            buckets: table_of(NONE, (3 * num_blocks).div_ceil(4)),
         }
     }
 
@@ -113,6 +113,10 @@ impl PrefixCache {
             at = entry.link;
         }
         None
+    }
+
+    pub(crate) fn touch(&self, hash: u64) -> u32 {
+        self.buckets[self.bucket(hash)]
     }
 
     /// Enters a block that `find` does not know.

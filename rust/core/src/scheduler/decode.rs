@@ -175,14 +175,15 @@ impl Scheduler {
         } else {
             tokens
         };
-        let first_event = self.pending.len();
-        self.push_tokens(0..tokens.len(), tokens);
         self.lanes.advance(tokens);
         let num_notable = self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
+        self.hash_full_blocks(num_notable);
+        let first_event = self.pending.len();
+        self.push_tokens(0..tokens.len(), tokens);
         // In order: what one publishes, the next may share; what one gives back, the next may get.
         for index in 0..num_notable {
             let lane = self.notable[index] as usize;
-            self.settle(lane, first_event + lane);
+            self.settle(lane, first_event + lane, self.block_hashes[index]);
         }
         // Those that have just ended have no use for it, but a place.
         self.rows.set_tail_tokens(&self.lanes.tail_ends, tokens);
@@ -207,7 +208,8 @@ impl Scheduler {
         self.make_room_for_events(1);
         let event = self.pending.len();
         self.push_tokens(lane..lane + 1, &[sample.token]);
-        self.settle(lane, event);
+        let block_hash = self.hash_of_full_block(lane);
+        self.settle(lane, event, block_hash);
         self.rows.set_tail_tokens(&self.lanes.tail_ends[lane..=lane], &[sample.token]);
     }
 
@@ -217,13 +219,47 @@ impl Scheduler {
         self.pending.push_tokens(&self.lanes.request_ids[lanes.clone()], &self.lanes.choice_ids[lanes], tokens);
     }
 
-    /// Does what a lane's new token brings besides the token: a full block, a computed prompt, an end.
-    fn settle(&mut self, lane: usize, event: usize) {
+    /// Hashes the blocks that the notable lanes have filled, and touches what publishing them will read: each of these reads waits for
+    /// memory if the pool is large, and here they wait together, not one after the other.
+    fn hash_full_blocks(&mut self, num_notable: usize) {
+        let block_size = self.config.block_size as u32;
+        let mut touched = 0;
+        for &lane in &self.notable[..num_notable] {
+            let row = self.lanes.rows[lane as usize] as u32;
+            let column = (self.lanes.num_tokens[lane as usize] as u32 - 1) / block_size;
+            touched ^=
+                self.rows.get(row).num_blocks ^ self.rows.tables.get(row, column.saturating_sub(1)).as_i32() as u32;
+        }
+        self.block_hashes.clear();
+        for index in 0..num_notable {
+            let hash = self.hash_of_full_block(self.notable[index] as usize);
+            touched ^= self.pool.touch(hash);
+            self.block_hashes.push(hash);
+        }
+        // Nothing needs the numbers; without this the reads would be left out.
+        std::hint::black_box(touched);
+    }
+
+    /// Whether the last step of a lane has filled its last block.
+    fn is_block_full(&self, lane: usize) -> bool {
+        let tail_start = self.rows.tail_start(self.lanes.rows[lane] as u32);
+        self.lanes.tail_ends[lane] - tail_start == self.config.block_size as u32
+    }
+
+    /// Hash of the last block of a lane; 0 if it is not full, or not published.
+    fn hash_of_full_block(&self, lane: usize) -> u64 {
         let row = self.lanes.rows[lane] as u32;
-        let tail_start = self.rows.tail_start(row);
-        if self.lanes.tail_ends[lane] - tail_start == self.config.block_size as u32 {
-            self.publish_last_block(row);
-            self.lanes.tail_ends[lane] = tail_start;
+        let state = self.rows.get(row);
+        let is_published = state.may_publish && self.is_block_full(lane);
+        if is_published { self.shared.hasher.extend(state.last_hash, self.rows.tail(row)) } else { 0 }
+    }
+
+    /// Does what a lane's new token brings besides the token: a full block, a computed prompt, an end.
+    fn settle(&mut self, lane: usize, event: usize, block_hash: u64) {
+        let row = self.lanes.rows[lane] as u32;
+        if self.is_block_full(lane) {
+            self.publish_last_block(row, block_hash);
+            self.lanes.tail_ends[lane] = self.rows.tail_start(row);
             self.lanes.slots[lane] = NO_SLOT;
         }
         if self.lanes.flags[lane] & IS_UNSAMPLED != 0 {
@@ -264,8 +300,8 @@ impl Scheduler {
         (self.lanes.num_tokens[lane] >= self.lanes.max_num_tokens[lane]).then_some((FinishReason::Length, -1))
     }
 
-    /// Publishes the last block of a row, which its tail has just filled, or keeps its tokens.
-    fn publish_last_block(&mut self, row: u32) {
+    /// Publishes the last block of a row, which its tail has just filled, under its hash, or keeps its tokens.
+    fn publish_last_block(&mut self, row: u32, hash: u64) {
         let state = *self.rows.get(row);
         let column = state.num_blocks - 1;
         let block = self.rows.tables.get(row, column);
@@ -277,7 +313,6 @@ impl Scheduler {
             0 => Parent::Root(self.request(self.sequences[state.sequence].request.slot()).root),
             _ => Parent::Block(self.rows.tables.get(row, column - 1)),
         };
-        let hash = self.shared.hasher.extend(state.last_hash, self.rows.tail(row));
         self.rows.get_mut(row).last_hash = hash;
         let tokens = self.rows.tail(row);
         if let Published::Duplicate(other) = self.pool.publish(block, parent, hash, tokens) {
