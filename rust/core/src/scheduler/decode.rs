@@ -12,6 +12,9 @@ use crate::batch::StepResult;
 use crate::block::{BlockId, Parent, Published};
 use crate::request::FinishReason;
 
+/// Notable lanes whose reads of memory wait together.
+const GROUP_LEN: usize = 64;
+
 /// Lanes of the batch in flight, or being made.
 #[derive(Debug, Default)]
 pub(super) struct PlannedLanes {
@@ -177,13 +180,16 @@ impl Scheduler {
         };
         self.lanes.advance(tokens);
         let num_notable = self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
-        self.hash_full_blocks(num_notable);
         let first_event = self.pending.len();
         self.push_tokens(0..tokens.len(), tokens);
-        // In order: what one publishes, the next may share; what one gives back, the next may get.
-        for index in 0..num_notable {
-            let lane = self.notable[index] as usize;
-            self.settle(lane, first_event + lane, self.block_hashes[index]);
+        for start in (0..num_notable).step_by(GROUP_LEN) {
+            let group = start..num_notable.min(start + GROUP_LEN);
+            let hashes = self.hash_full_blocks(group.clone());
+            // In order: what one publishes, the next may share; what one gives back, the next may get.
+            for (index, hash) in group.zip(hashes) {
+                let lane = self.notable[index] as usize;
+                self.settle(lane, first_event + lane, hash);
+            }
         }
         // Those that have just ended have no use for it, but a place.
         self.rows.set_tail_tokens(&self.lanes.tail_ends, tokens);
@@ -219,25 +225,26 @@ impl Scheduler {
         self.pending.push_tokens(&self.lanes.request_ids[lanes.clone()], &self.lanes.choice_ids[lanes], tokens);
     }
 
-    /// Hashes the blocks that the notable lanes have filled, and touches what publishing them will read: each of these reads waits for
+    /// Hashes the blocks that a group of notable lanes has filled, and touches what publishing them will read: each of these reads waits for
     /// memory if the pool is large, and here they wait together, not one after the other.
-    fn hash_full_blocks(&mut self, num_notable: usize) {
+    fn hash_full_blocks(&self, group: Range<usize>) -> [u64; GROUP_LEN] {
+        let group = &self.notable[group];
         let block_size = self.config.block_size as u32;
         let mut touched = 0;
-        for &lane in &self.notable[..num_notable] {
+        for &lane in group {
             let row = self.lanes.rows[lane as usize] as u32;
             let column = (self.lanes.num_tokens[lane as usize] as u32 - 1) / block_size;
             touched ^=
                 self.rows.get(row).num_blocks ^ self.rows.tables.get(row, column.saturating_sub(1)).as_i32() as u32;
         }
-        self.block_hashes.clear();
-        for index in 0..num_notable {
-            let hash = self.hash_of_full_block(self.notable[index] as usize);
-            touched ^= self.pool.touch(hash);
-            self.block_hashes.push(hash);
+        let mut hashes = [0; GROUP_LEN];
+        for (hash, &lane) in hashes.iter_mut().zip(group) {
+            *hash = self.hash_of_full_block(lane as usize);
+            touched ^= self.pool.touch(*hash);
         }
         // Nothing needs the numbers; without this the reads would be left out.
         std::hint::black_box(touched);
+        hashes
     }
 
     /// Whether the last step of a lane has filled its last block.

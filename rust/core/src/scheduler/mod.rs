@@ -131,7 +131,6 @@ pub struct Scheduler {
     /// Scratch: lanes that need a look, and the tokens of those that go on.
     notable: Box<[u32]>,
     kept_tokens: Vec<i32>,
-    block_hashes: Vec<u64>,
     /// Scratch: what was found for the sequence being admitted.
     hits: Hits,
     /// Arrays of events that grew too small: somebody may still look at them.
@@ -196,7 +195,6 @@ impl Scheduler {
             filling: Filling::default(),
             notable: vec![0; config.max_num_seqs + 1].into_boxed_slice(),
             kept_tokens: Vec::new(),
-            block_hashes: Vec::with_capacity(config.max_num_seqs),
             hits: Hits::default(),
             retired_outputs: Vec::new(),
             config,
