@@ -1,6 +1,7 @@
-//! Tables on huge pages: those that grow with pool and rows are read at random, and in 4 KiB pages each read would also miss the TLB.
+//! Advice about memory: tables that grow with pool and rows are read at random, so they want huge pages (in 4 KiB pages each read would also
+//! miss the TLB) and early notice.
 //!
-//! The system is only asked (`madvise`, where it grants huge pages to who asks); nothing depends on its answer.
+//! The system and the processor are only told; nothing depends on what they make of it.
 
 /// Smaller tables lie in few pages anyway.
 const MIN_BYTES: usize = 1 << 20;
@@ -19,6 +20,21 @@ pub(crate) fn table_of<T: Copy>(entry: T, len: usize) -> Vec<T> {
     ask_for_huge_pages(table.as_ptr().cast(), len * size_of::<T>());
     table.resize(len, entry);
     table
+}
+
+/// Has an entry fetched that will be read soon, without waiting for it.
+#[inline]
+pub(crate) fn prefetch<T>(table: &[T], index: usize) {
+    debug_assert!(index < table.len());
+    #[cfg(target_arch = "x86_64")]
+    #[expect(unsafe_code, reason = "a hint of the processor")]
+    // SAFETY: the instruction reads nothing and cannot fault, whatever the address.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(table.as_ptr().wrapping_add(index).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (table, index);
 }
 
 #[cfg(target_os = "linux")]

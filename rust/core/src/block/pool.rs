@@ -150,9 +150,9 @@ impl BlockPool {
         self.cache.find(parent, hash, tokens)
     }
 
-    /// Reads where a look-up of `hash` begins, and gives a meaningless number.
-    pub(crate) fn touch(&self, hash: u64) -> u32 {
-        self.cache.touch(hash)
+    /// A look-up of `hash` comes soon.
+    pub(crate) fn prefetch(&self, hash: u64) {
+        self.cache.prefetch(hash);
     }
 
     /// Makes a held, filled block findable, unless an equal one already is.

@@ -10,7 +10,7 @@
 //! Memory per block: hash 8, parent 4, link 4 (together, since a look-up reads all three), bucket head 3, and 4 per token.
 
 use super::{BlockId, NONE, RootId};
-use crate::memory::{table_of, zeroed_table};
+use crate::memory::{prefetch, table_of, zeroed_table};
 
 /// What a block continues: a root (tenant and salt), or a published block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,8 +115,8 @@ impl PrefixCache {
         None
     }
 
-    pub(crate) fn touch(&self, hash: u64) -> u32 {
-        self.buckets[self.bucket(hash)]
+    pub(crate) fn prefetch(&self, hash: u64) {
+        prefetch(&self.buckets, self.bucket(hash));
     }
 
     /// Enters a block that `find` does not know.

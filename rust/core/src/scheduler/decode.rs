@@ -225,25 +225,20 @@ impl Scheduler {
         self.pending.push_tokens(&self.lanes.request_ids[lanes.clone()], &self.lanes.choice_ids[lanes], tokens);
     }
 
-    /// Hashes the blocks that a group of notable lanes has filled, and touches what publishing them will read: each of these reads waits for
-    /// memory if the pool is large, and here they wait together, not one after the other.
+    /// Hashes the blocks that a group of notable lanes has filled, and has fetched what publishing them will read: if the pool is large,
+    /// each of these reads waits for memory, and so they wait together instead of one after the other.
     fn hash_full_blocks(&self, group: Range<usize>) -> [u64; GROUP_LEN] {
         let group = &self.notable[group];
         let block_size = self.config.block_size as u32;
-        let mut touched = 0;
         for &lane in group {
-            let row = self.lanes.rows[lane as usize] as u32;
             let column = (self.lanes.num_tokens[lane as usize] as u32 - 1) / block_size;
-            touched ^=
-                self.rows.get(row).num_blocks ^ self.rows.tables.get(row, column.saturating_sub(1)).as_i32() as u32;
+            self.rows.prefetch(self.lanes.rows[lane as usize] as u32, column.saturating_sub(1));
         }
         let mut hashes = [0; GROUP_LEN];
         for (hash, &lane) in hashes.iter_mut().zip(group) {
             *hash = self.hash_of_full_block(lane as usize);
-            touched ^= self.pool.touch(*hash);
+            self.pool.prefetch(*hash);
         }
-        // Nothing needs the numbers; without this the reads would be left out.
-        std::hint::black_box(touched);
         hashes
     }
 

@@ -7,7 +7,7 @@
 
 use super::request::Request;
 use crate::block::{BlockId, NONE};
-use crate::memory::{table_of, zeroed_table};
+use crate::memory::{prefetch, table_of, zeroed_table};
 
 /// State of a running sequence, besides what its sequence and its request say.
 #[derive(Debug, Clone, Copy)]
@@ -133,6 +133,12 @@ impl Rows {
     /// Rows released since the last call go to `freed_rows`.
     pub(crate) fn report_freed(&mut self, freed_rows: &mut Vec<i32>) {
         freed_rows.append(&mut self.freed);
+    }
+
+    /// A row and this column of its block table are read soon.
+    pub(crate) fn prefetch(&self, row: u32, column: u32) {
+        prefetch(&self.states, row as usize);
+        prefetch(&self.tables.ids, row as usize * self.tables.max_blocks + column as usize);
     }
 
     /// Blocks of a row's sequence, first to last.
