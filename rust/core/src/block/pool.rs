@@ -155,6 +155,11 @@ impl BlockPool {
         self.cache.prefetch(hash);
     }
 
+    /// The same, once what `prefetch` asked for may have arrived.
+    pub(crate) fn prefetch_further(&self, hash: u64) {
+        self.cache.prefetch_further(hash);
+    }
+
     /// Makes a held, filled block findable, unless an equal one already is.
     pub fn publish(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[i32]) -> Published {
         if let Some(existing) = self.cache.find(parent, hash, tokens) {

@@ -119,6 +119,13 @@ impl PrefixCache {
         prefetch(&self.buckets, self.bucket(hash));
     }
 
+    pub(crate) fn prefetch_further(&self, hash: u64) {
+        let first = self.buckets[self.bucket(hash)];
+        if first != NONE {
+            prefetch(&self.entries, first as usize);
+        }
+    }
+
     /// Enters a block that `find` does not know.
     pub(crate) fn insert(&mut self, block: BlockId, parent: Parent, hash: u64, tokens: &[i32]) {
         self.store(block, tokens);

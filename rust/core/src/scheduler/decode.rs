@@ -239,6 +239,7 @@ impl Scheduler {
             *hash = self.hash_of_full_block(lane as usize);
             self.pool.prefetch(*hash);
         }
+        hashes[..group.len()].iter().for_each(|&hash| self.pool.prefetch_further(hash));
         hashes
     }
 
