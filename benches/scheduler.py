@@ -4,10 +4,10 @@
 
 Steady decode is timed with every array of the batch and of its outputs fetched as a numpy view
 after each step, since that is what an engine does; `step_alone` in the results is the call without
-them, and `arrays` the difference. With --criterion (`target/criterion`), `rust` is the same step
-without Python, commit and plan, and `hand_over` what the call adds to it. Python's garbage
-collector is frozen and off while something is timed. Where two situations are compared, they take
-turns in one process, so that whatever else the machine does hits both.
+them, `arrays` the difference, and `parts` its commit, plan and hand-over. With --criterion
+(`target/criterion`), `rust` is the same step without Python. Python's garbage collector is frozen
+and off while something is timed. Where two situations are compared, they take turns in one process,
+so that whatever else the machine does hits both.
 
 Prints each figure as it comes and, as its last line, one JSON object.
 

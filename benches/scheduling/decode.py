@@ -67,13 +67,29 @@ def measure_steady(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
         result["arrays_us"] = round(result["median_us"] - result["step_alone_median_us"], 3)
         if (rust_us := rust_alone_us(options.criterion, num_seqs)) is not None:
             result["rust_us"] = rust_us
-            result["hand_over_us"] = round(result["step_alone_median_us"] - rust_us, 3)
+            result["call_adds_us"] = round(result["step_alone_median_us"] - rust_us, 3)
+        result["parts_us"] = measure_parts(num_seqs, options)
         result["ns_per_seq"] = round(1e3 * result["median_us"] / num_seqs, 2)
         results[str(num_seqs)] = result
         yield f"steady decode, {num_seqs} sequences", result
     results["no sequence"] = measure_empty(options)
     yield "step without a sequence (the call itself)", results["no sequence"]
     yield "", results
+
+
+def measure_parts(num_seqs: int, options: argparse.Namespace) -> dict[str, float]:
+    """Medians of a step's commit, plan, and hand-over (result in, batch described).
+
+    Measured inside the call, so they leave out what Python adds: the call itself and the end of the
+    last batch.
+    """
+    load = steady(num_seqs, options.num_steps, context=options.context, seed=options.seed)
+    with quiet_gc():
+        parts = [load.scheduler._time_step(load.tokens) for _ in range(options.num_steps)]
+    load.close()
+    medians = np.median(np.asarray(parts) / 1e3, axis=0)
+    names = ("commit", "plan", "hand_over")
+    return {name: round(float(us), 3) for name, us in zip(names, medians, strict=True)}
 
 
 def rust_alone_us(folder: Path | None, num_seqs: int) -> float | None:

@@ -534,6 +534,7 @@ class Scheduler:
         there is something to run or to report. Raises `StepError` (nothing changed) or
         `EngineClosedError`.
         """
+    def _time_step(self, result: TokenIds) -> list[int]: ...
     def fail(self, step_id: SupportsIndex, message: str) -> None:
         """Fails what the batch in flight touched: its requests end with `message`."""
     def cancel(self, request_id: SupportsIndex) -> bool:

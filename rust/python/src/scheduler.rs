@@ -84,7 +84,7 @@ impl Scheduler {
         EngineDeadError::new_err("the scheduler broke in an earlier call; create a new one")
     }
 
-    fn begin_step(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, StepState>> {
+    pub(crate) fn begin_step(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, StepState>> {
         match self.stepping.try_lock() {
             Ok(state) => Ok(state),
             // The core's own lock tells of a panic.
@@ -170,6 +170,12 @@ impl Scheduler {
             py.check_signals()?;
             given = GivenResult::None;
         }
+    }
+
+    /// For benchmarks: steps as `step(result)` does, with the GIL and without giving the batch, and returns the nanoseconds of commit, plan and
+    /// hand-over.
+    fn _time_step(slf: &Bound<'_, Self>, result: &Bound<'_, PyAny>) -> PyResult<[u64; 3]> {
+        slf.get().time_step(slf.get().memory.bind(slf.py()), result)
     }
 
     /// Fails what the batch in flight touched: those requests end with `message` as their error, and nothing of the step is kept.

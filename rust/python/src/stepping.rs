@@ -4,6 +4,7 @@
 //! lock: that code might need the lock.
 
 use std::sync::MutexGuard;
+use std::time::Instant;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -85,13 +86,45 @@ impl Scheduler {
         if is_waiting && core.batch().num_seqs() == 0 && core.output().is_empty() {
             return Ok(None);
         }
+        Self::hand_over(memory, core, state).map(Some)
+    }
+
+    /// Runs one step with the GIL, and gives the nanoseconds of its commit, of its plan, and of the rest of the call: reading the result and
+    /// describing the batch, which is dropped.
+    pub(crate) fn time_step(&self, memory: &Bound<'_, Memory>, result: &Bound<'_, PyAny>) -> PyResult<[u64; 3]> {
+        let called = Instant::now();
+        let mut state = self.begin_step(memory.py())?;
+        let given = GivenResult::read(Some(result), &mut state.tokens)?;
+        let mut core = self.lock()?;
+        let began = Instant::now();
+        let mut committed = began;
+        let stepped =
+            core.step_in_parts(given.as_core(&state.tokens).as_ref(), self.now_ns(), || committed = Instant::now());
+        let planned = Instant::now();
+        if let Err(error) = stepped {
+            drop(core);
+            return Err(to_py(&error));
+        }
+        let batch = Self::hand_over(memory, core, &mut state)?;
+        let handed_over = Instant::now();
+        drop(batch);
+        let rest = (began - called) + (handed_over - planned);
+        Ok([committed - began, planned - committed, rest].map(|part| part.as_nanos() as u64))
+    }
+
+    /// Describes the core's batch to Python.
+    fn hand_over(
+        memory: &Bound<'_, Memory>,
+        core: MutexGuard<'_, cbrs_core::Scheduler>,
+        state: &mut StepState,
+    ) -> PyResult<Batch> {
         let mut lender = Lender { memory, outdated: &mut state.outdated };
         let described = Batch::new(&core, &mut state.views, &mut lender);
         drop(core);
         state.outdated.clear();
         let (mut batch, updates) = described?;
         batch.set_block_table_updates(state.views.updates(memory, updates)?);
-        Ok(Some(batch))
+        Ok(batch)
     }
 
     /// Steps the core, without the GIL if that may take long, and returns it locked.

@@ -225,6 +225,18 @@ impl Scheduler {
     /// `WrongStep`, `NoBatchInFlight`, `MissingResult`, `ResultLength`, `ResultToken`, `ResultTokenStart`: nothing changed, call again
     /// with the right result. `Closed`: the step after `close` has ended all requests.
     pub fn step(&mut self, result: Option<&StepResult<'_>>, now_ns: u64) -> Result<()> {
+        self.step_in_parts(result, now_ns, || {})
+    }
+
+    /// `step` for benchmarks: calls `between` after the commit and before the plan, since the core reads no clock.
+    #[doc(hidden)]
+    #[inline]
+    pub fn step_in_parts(
+        &mut self,
+        result: Option<&StepResult<'_>>,
+        now_ns: u64,
+        between: impl FnOnce(),
+    ) -> Result<()> {
         if self.is_finished {
             return Err(Error::Closed);
         }
@@ -239,6 +251,7 @@ impl Scheduler {
             fault::point("step: commit");
             self.commit(result);
         }
+        between();
         fault::point("step: plan");
         self.plan();
         self.report(now_ns);
