@@ -36,8 +36,9 @@ fn time(num_iterations: u64, produce: impl Fn(u64, u64) + Sync, consume: impl Fn
                 }
             });
         }
-        start.wait();
+        // Before the producers can begin: what they push while this thread waits for a core counts, too.
         let started = Instant::now();
+        start.wait();
         consume();
         started.elapsed()
     });

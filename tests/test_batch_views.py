@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scheduler_kit import assert_drained, make_scheduler, run
 
+import cbrs
 from cbrs.errors import StepError
 
 PER_TOKEN = ("token_ids", "positions", "slot_mapping")
@@ -196,3 +197,32 @@ def test_what_is_written_into_a_result_during_a_step_never_becomes_a_token_unche
     scheduler.close()
     scheduler.step()
     assert_drained(scheduler)
+
+
+@pytest.mark.parametrize("num_seqs", [64, 65, 70])
+def test_updates_of_many_sequences_in_one_step_are_told_whole(num_seqs):
+    config = cbrs.SchedulerConfig(
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=4 * num_seqs,
+        num_blocks=8 * num_seqs,
+        max_model_len=32,
+        block_size=4,
+    )
+    scheduler = cbrs.Scheduler(config)
+    for first in range(num_seqs):
+        scheduler.submit([first, 1, 2, 3], max_tokens=20)
+    batch = scheduler.step()
+    mirror = np.full(batch.block_tables.shape, -1, np.int32)
+    most = 0
+    while batch.num_seqs:
+        rows, columns, start, ids = batch.block_table_updates
+        assert start[-1] == len(ids)
+        for i, (row, column) in enumerate(zip(rows, columns, strict=True)):
+            mirror[row, column : column + start[i + 1] - start[i]] = ids[start[i] : start[i + 1]]
+        for row, seq_len in zip(batch.row_ids, batch.seq_lens, strict=True):
+            num_blocks = -(-seq_len // 4)
+            expected = batch.block_tables[row, :num_blocks]
+            np.testing.assert_array_equal(mirror[row, :num_blocks], expected)
+        most = max(most, len(rows)) if batch.num_decodes else most
+        batch = scheduler.step(np.zeros(len(batch.sample_index), np.int32))
+    assert most == num_seqs

@@ -102,15 +102,15 @@ def test_the_mixed_load_shares_the_heads_of_its_prompts():
     assert mixed["admitted_per_step"] == pytest.approx(1, rel=0.35)
 
 
-def test_the_memory_bench_sees_sequences_blocks_and_growth(monkeypatch):
+def test_the_memory_bench_sees_sequences_and_blocks(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHES))
     from scheduling import memory
 
-    monkeypatch.setattr(memory, "NUM_SEQS", (16, 32))
-    assert memory.bytes_with_seqs(16) > 0
-    assert memory.bytes_with_blocks(1024) > 0
-    before, after = memory.growth_over_requests(1024)
-    assert 0 < before <= after + (1 << 24)
+    monkeypatch.setattr(memory, "NUM_SEQS", (16, 8192))
+    few, many = (memory.in_fresh_process(memory.bytes_with_seqs, n) for n in (16, 8192))
+    assert many - few > 8000 * 256
+    few, many = (memory.in_fresh_process(memory.bytes_with_blocks, n) for n in (1024, 65_536))
+    assert many - few > 64_000 * 64
     result = {
         "bytes_per_sequence": 401,
         "bytes_per_block": 100,

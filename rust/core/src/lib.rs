@@ -7,7 +7,8 @@
 //! 1. [`Submitter::submit`] (any thread): [`RequestSpec`] is checked, its prompt blocks are hashed, `AdmissionGate` reserves room,
 //!    `SlotTable` gives it a [`RequestId`], and `RequestQueue` takes it (`submit.rs`, `admission.rs`, `slots.rs`, `queue.rs`).
 //! 2. [`Scheduler::step`] (engine thread): drains the queue and the control stack (`scheduler/control.rs`), commits the result of the last
-//!    batch (`scheduler/commit.rs`), plans the next one (`scheduler/plan.rs`, `admit.rs`, `preempt.rs`) and fills a [`Batch`] (`batch.rs`).
+//!    batch (`scheduler/commit.rs`, `decode.rs`), plans the next one (`scheduler/plan.rs`, `decode.rs`, `admit.rs`, `preempt.rs`) and fills a
+//!    [`Batch`] (`scheduler/write.rs`, `batch.rs`).
 //! 3. The caller runs the model on the batch's arrays and passes one token per sample to the next `step`.
 //! 4. [`StepOutput`] tells what happened, in flat arrays; an [`OutputSink`] gets the same.
 //!

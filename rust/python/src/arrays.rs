@@ -50,7 +50,8 @@ pub(crate) fn copy_int32(value: &Bound<'_, PyAny>, copy: &mut Vec<i32>) -> bool 
     copy.clear();
     copy.reserve(len);
     // SAFETY: the array is contiguous, so `len` numbers of 4 bytes stand at its address (perhaps unaligned, hence bytes), and it lives as
-    // long as the reference to it; `copy` has room for them. Whoever writes to it does so under the GIL, which we hold.
+    // long as the reference to it; `copy` has room for them. Code that writes to it without the GIL (numpy and torch may) can make the copy
+    // some other numbers, which are checked as any are; nothing else depends on them.
     #[allow(unsafe_code)]
     unsafe {
         ptr::copy_nonoverlapping(array.data().cast::<u8>(), copy.as_mut_ptr().cast::<u8>(), len * size_of::<i32>());

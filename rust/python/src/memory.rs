@@ -52,7 +52,7 @@ impl Memory {
     /// Writes updates of one block each to set `set`; there are at most `MAX_LENT_UPDATES`.
     pub(crate) fn write_updates(&self, set: usize, updates: &cbrs_core::BlockTableUpdates) {
         let memory = &self.updates[set];
-        // Relaxed: a view's reader holds the GIL, as the writer does; the cells only say that another may look meanwhile.
+        // Relaxed: numbers only, which are read after the call that wrote them; the cells say that another thread may look meanwhile.
         let write = |cells: &[AtomicI32], values: &[i32]| {
             for (cell, &value) in cells.iter().zip(values) {
                 cell.store(value, Ordering::Relaxed);

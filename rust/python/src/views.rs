@@ -13,8 +13,8 @@ use pyo3::types::PyTuple;
 
 use crate::memory::{MAX_LENT_UPDATES, Memory, lend, lend_2d};
 
-/// Sets of event arrays that take turns; another that comes (one grew) takes the place of the oldest.
-const NUM_OUTPUT_SETS: usize = 3;
+/// Sets of event arrays that take turns; another that comes (one grew) takes the place of the one that was seen first.
+const NUM_OUTPUT_SETS: usize = 2;
 
 /// What is needed to lend arrays.
 pub(crate) struct Lender<'a, 'py> {

@@ -4,7 +4,6 @@
 //!    never have the same parent and tokens.
 //! 2. A hit compares parent and tokens: the hash only says where to look. So equal hashes give a verified hit or a miss.
 //! 3. A published block's tokens are never written; unpublishing and unlinking are one operation.
-//!
 //! 4. The tokens of a full block are stored even while it is not published: they are the only copy of what its holders have computed.
 //!
 //! Memory per block: hash 8, parent 4, link 4 (together, since a look-up reads all three), bucket head 3, and 4 per token.

@@ -231,6 +231,26 @@ mod tests {
     use super::*;
     use crate::{RequestSpec, SchedulerConfig};
 
+    /// A call that waits steps several times, and its caller may look at what the last batch told until it returns.
+    #[test]
+    fn steps_with_nothing_to_tell_leave_alone_what_was_told() {
+        let mut scheduler = Scheduler::new(SchedulerConfig::default()).expect("the configuration is valid");
+        let submitter = scheduler.submitter();
+        let mut cancelled_in = || {
+            let id = submitter.submit(RequestSpec::new(vec![1])).expect("it is acceptable");
+            submitter.cancel(id);
+            scheduler.step(None, 0).expect("no result is due");
+            let told = scheduler.output().request_ids.as_ptr();
+            for _ in 0..3 {
+                scheduler.step(None, 0).expect("no result is due");
+                assert!(scheduler.output().is_empty());
+            }
+            told
+        };
+        let told = [cancelled_in(), cancelled_in(), cancelled_in()];
+        assert!(told[0] != told[1] && told[1] != told[2], "events stand where the last ones stood");
+    }
+
     /// Somebody may still look at the old ones.
     #[test]
     fn arrays_of_events_that_grow_too_small_are_kept() {

@@ -154,7 +154,9 @@ impl Scheduler {
     /// Commits the lanes of the batch in flight with the leading samples of its (checked) result.
     pub(super) fn commit_decodes(&mut self, result: &StepResult<'_>) {
         let num_planned = self.planned_lanes.len();
-        if self.planned_lanes.are_all() && result.row_error.is_none() && result.logprobs.is_none() {
+        let has_errors =
+            result.row_error.is_some_and(|row_error| row_error[..num_planned].iter().any(|&code| code != 0));
+        if self.planned_lanes.are_all() && !has_errors && result.logprobs.is_none() {
             self.commit_all_lanes(&result.token_ids[..num_planned]);
             return;
         }

@@ -243,6 +243,25 @@ impl Scheduler {
         assert!(batch.num_tokens() <= self.config.max_num_batched_tokens, "the token budget is exceeded");
         assert!(batch.num_seqs() <= self.config.max_num_seqs);
         assert!(batch.query_start.windows(2).all(|pair| pair[0] < pair[1]), "a sequence is scheduled without tokens");
+        // What was kept from an earlier batch is about these very lanes; those that have ended meanwhile still have their numbers.
+        for (index, lane) in self.planned_lanes.iter().enumerate() {
+            let lanes = &self.lanes;
+            let Some(row) = lanes.row(lane) else { continue };
+            assert_eq!((batch.row_ids[index], batch.sample_rows[index]), (row as i32, row as i32));
+            assert_eq!(batch.request_ids[index], lanes.request_ids[lane]);
+            let choice = lanes.choice_ids[lane];
+            assert_eq!((batch.choice_ids[index], batch.sample_choices[index]), (choice, choice));
+            let index = index as i32;
+            assert_eq!(
+                (
+                    batch.query_start[index as usize + 1],
+                    batch.logits_index[index as usize],
+                    batch.sample_index[index as usize]
+                ),
+                (index + 1, index, index),
+                "a lane has one sampled query token"
+            );
+        }
         let mut slots = batch.slot_mapping.clone();
         slots.sort_unstable();
         assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "a slot has two writers");

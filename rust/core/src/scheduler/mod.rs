@@ -327,10 +327,13 @@ impl Scheduler {
 
     /// Hands the collected events to the readers of this step.
     fn report(&mut self, now_ns: u64) {
-        self.pending.step_id = self.step_id;
-        self.pending.time_ns = now_ns;
         self.output.clear();
-        std::mem::swap(&mut self.output, &mut self.pending);
+        // A call that waits steps several times: what the caller's last batch told is not overwritten until there is something to return.
+        if !self.pending.is_empty() {
+            std::mem::swap(&mut self.output, &mut self.pending);
+        }
+        self.output.step_id = self.step_id;
+        self.output.time_ns = now_ns;
         self.publish_stats();
         if let Some(sink) = self.sink.as_mut().filter(|_| !self.output.is_empty()) {
             sink.publish(&self.output);

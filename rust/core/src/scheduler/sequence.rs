@@ -1,8 +1,10 @@
 //! Sequences: the choices that have started, running or preempted; and their place in the order of arrival.
 //!
 //! 1. A sequence lives from its first admission to its end; a request without one has not started, or all its started choices have ended.
-//! 2. While it runs, its row owns how much is computed; the sequence owns the tokens.
-//! 3. There are never more sequences than rows: a choice starts only when no preempted one waits.
+//! 2. Its tokens are listed here (`known`) while it waits and until all but the last are computed. From then on they stand in the block pool
+//!    and in its row's tail (`lanes.rs`), and are listed again if it is preempted.
+//! 3. While it runs, its row or its lane is the only owner of how much is computed.
+//! 4. There are never more sequences than rows: a choice starts only when no preempted one waits.
 
 use std::ops::{Index, IndexMut};
 

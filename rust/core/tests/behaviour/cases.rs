@@ -324,3 +324,26 @@ fn a_tenant_or_salt_that_looks_like_another_shares_nothing() {
         oracle.drain();
     }
 }
+
+/// Pairs of twins whose blocks fill in the same steps: more of them than are looked at together, each second block a duplicate.
+#[test]
+fn many_blocks_that_fill_at_once_are_published_and_exchanged() {
+    let mut oracle = Oracle::new(SchedulerConfig {
+        max_num_seqs: 150,
+        max_num_batched_tokens: 600,
+        num_blocks: 1_500,
+        max_model_len: 24,
+        ..config(1_500, 4)
+    });
+    for index in 0..150 {
+        oracle.accept(&[index / 2, 1, 2, 3], 18, Script::constant(9));
+    }
+    let mut num_used = Vec::new();
+    while !oracle.is_at_rest() {
+        oracle.step();
+        num_used.push(oracle.scheduler().pool().num_used());
+    }
+    // Twins share every full block; the block that is being filled is their own.
+    assert_eq!(num_used[..6], [150, 75 + 150, 75 + 150, 75 + 150, 75 + 150, 2 * 75 + 150]);
+    oracle.drain();
+}
