@@ -65,20 +65,31 @@ impl Arrivals {
     }
 }
 
-fn push_through_queue(num_iterations: u64) -> Duration {
+/// `wrap` makes of an item what is queued: the item itself, or a box of it, whose memory one thread takes and another gives back.
+fn push_through_queue<T: Send>(
+    num_iterations: u64,
+    wrap: impl Fn((u64, u64)) -> T + Sync,
+    unwrap: impl Fn(T) -> (u64, u64),
+) -> Duration {
     let queue = RequestQueue::new(CAPACITY);
     let produce = |producer, item| {
-        while let Err(PushError::Full(_)) = queue.push(Box::new((producer, item))) {
+        let mut request = wrap((producer, item));
+        while let Err(PushError::Full(refused)) = queue.push(request) {
+            request = refused;
             thread::yield_now();
         }
     };
     let consume = || {
         let mut arrivals = Arrivals::new();
-        while arrivals.len() < NUM_PRODUCERS * items_each(num_iterations) {
-            match queue.pop() {
-                Some(request) => arrivals.note(request.0, request.1),
-                None => thread::yield_now(),
-            }
+        for _ in 0..NUM_PRODUCERS * items_each(num_iterations) {
+            let request = loop {
+                match queue.pop() {
+                    Some(request) => break request,
+                    None => thread::yield_now(),
+                }
+            };
+            let (producer, item) = unwrap(request);
+            arrivals.note(producer, item);
         }
     };
     let elapsed = time(num_iterations, produce, consume);
@@ -172,7 +183,12 @@ fn submit_and_drain(num_iterations: u64) -> Duration {
 fn throughput(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("queue");
     group.throughput(Throughput::Elements(1)).sample_size(10).measurement_time(Duration::from_secs(3));
-    group.bench_function("push_pop_by_8_producers", |bencher| bencher.iter_custom(push_through_queue));
+    group.bench_function("push_pop_by_8_producers", |bencher| {
+        bencher.iter_custom(|num_iterations| push_through_queue(num_iterations, |item| item, |item| item));
+    });
+    group.bench_function("push_pop_boxes_by_8_producers", |bencher| {
+        bencher.iter_custom(|num_iterations| push_through_queue(num_iterations, Box::new, |item| *item));
+    });
     group.bench_function("submit_by_8_producers_and_drain", |bencher| bencher.iter_custom(submit_and_drain));
     group.bench_function("submit_by_8_producers_and_run", |bencher| bencher.iter_custom(submit_and_run));
 }
