@@ -102,7 +102,7 @@ def test_the_mixed_load_shares_the_heads_of_its_prompts():
     assert mixed["admitted_per_step"] == pytest.approx(1, rel=0.35)
 
 
-def test_the_memory_bench_sees_sequences_and_blocks(monkeypatch):
+def test_the_memory_bench_sees_sequences_and_blocks_and_no_growth(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHES))
     from scheduling import memory
 
@@ -111,6 +111,8 @@ def test_the_memory_bench_sees_sequences_and_blocks(monkeypatch):
     assert many - few > 8000 * 256
     few, many = (memory.in_fresh_process(memory.bytes_with_blocks, n) for n in (1024, 65_536))
     assert many - few > 64_000 * 64
+    before, after = memory.in_fresh_process(memory.growth_over_requests, 2048)
+    assert after - before < 4 << 20
     result = {
         "bytes_per_sequence": 401,
         "bytes_per_block": 100,
