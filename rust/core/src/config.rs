@@ -1,6 +1,7 @@
 //! Limits and policy of one scheduler, checked once at construction.
 
 use crate::error::{Error, Result};
+use crate::policy::PolicyConfig;
 use crate::request::MAX_STOP_TOKEN_IDS;
 
 /// Rows of logits that one step computes at most for prompt log-probabilities: with a vocabulary of 2^17 ids they are 256 MiB in fp32.
@@ -12,6 +13,8 @@ pub enum Policy {
     /// Continuous batching, first come first served: decodes first, then prefills and admissions in order of arrival.
     #[default]
     Fcfs,
+    /// Continuous batching with classes, weighted tenants, deadlines, and admission by the estimated peak (`PolicyConfig::fair`).
+    Fair,
     /// A batch that runs until its slowest member ends; for comparison.
     Static,
 }
@@ -24,8 +27,17 @@ impl Policy {
     pub fn from_name(name: &str) -> Result<Self> {
         match name {
             "fcfs" => Ok(Self::Fcfs),
+            "fair" => Ok(Self::Fair),
             "static" => Ok(Self::Static),
             _ => Err(Error::UnknownPolicy { name: name.to_owned() }),
+        }
+    }
+
+    /// What the name stands for, part by part.
+    pub fn rules(self) -> PolicyConfig {
+        match self {
+            Self::Fcfs | Self::Static => PolicyConfig::fcfs(),
+            Self::Fair => PolicyConfig::fair(),
         }
     }
 
@@ -33,6 +45,7 @@ impl Policy {
     pub fn name(self) -> &'static str {
         match self {
             Self::Fcfs => "fcfs",
+            Self::Fair => "fair",
             Self::Static => "static",
         }
     }
@@ -77,6 +90,8 @@ pub struct SchedulerConfig {
     pub max_prefill_chunk_tokens: Option<usize>,
     /// Which requests run together.
     pub policy: Policy,
+    /// The policy part by part; absent = as its name says.
+    pub rules: Option<PolicyConfig>,
     /// Source of the seeds of requests that have none; the same seed and order of arrival give the same seeds.
     pub seed: u64,
     /// Key of the prefix hash. Hits are verified by content, so it never changes a result.
@@ -104,6 +119,7 @@ impl Default for SchedulerConfig {
             max_queued_tokens: None,
             max_prefill_chunk_tokens: None,
             policy: Policy::Fcfs,
+            rules: None,
             seed: 0,
             hash_seed: 0,
             max_prompt_logits: MAX_PROMPT_LOGITS,
@@ -116,7 +132,7 @@ impl SchedulerConfig {
     /// Checks every field and lowers `max_model_len` to what the pool holds.
     ///
     /// # Errors
-    /// `InvalidConfig` names the field, `TokenOutOfVocabulary` an EOS id.
+    /// `InvalidConfig` or `InvalidNumber` names the field, `TokenOutOfVocabulary` an EOS id.
     pub fn validate(mut self) -> Result<Self> {
         check("max_num_seqs", self.max_num_seqs, 1, 1 << 20, "in 1..=1048576")?;
         check("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24, "in 1..=16777216")?;
@@ -161,7 +177,15 @@ impl SchedulerConfig {
             return Err(Error::InvalidConfig { field: "num_blocks", value, expected: "enough for two tokens" });
         }
         self.max_model_len = self.max_model_len.min(pool_tokens);
+        let rules = self.rules.take().unwrap_or_else(|| self.policy.rules());
+        rules.validate()?;
+        self.rules = Some(rules);
         Ok(self)
+    }
+
+    /// The policy part by part; only of a validated configuration.
+    pub(crate) fn rules(&self) -> &PolicyConfig {
+        self.rules.as_ref().expect("a validated configuration has its rules")
     }
 
     /// Columns of the block table: blocks of the longest sequence.

@@ -29,8 +29,30 @@ pub enum Error {
         /// Their size.
         bytes: usize,
     },
+    /// A number of the policy, or of a request, is out of range or not a number.
+    #[error("{name} is {value}, but must be between {min} and {max}")]
+    InvalidNumber {
+        /// Name of the number.
+        name: &'static str,
+        /// The value given.
+        value: f64,
+        /// Least value.
+        min: f64,
+        /// Largest value.
+        max: f64,
+    },
+    /// No such value.
+    #[error("unknown {what} {name:?}; choose one of {expected}")]
+    UnknownName {
+        /// What was named.
+        what: &'static str,
+        /// The name given.
+        name: String,
+        /// The names there are.
+        expected: String,
+    },
     /// `policy` names no built-in policy.
-    #[error("unknown policy {name:?}; choose \"fcfs\" or \"static\"")]
+    #[error("unknown policy {name:?}; choose \"fcfs\", \"fair\" or \"static\"")]
     UnknownPolicy {
         /// The name given.
         name: String,

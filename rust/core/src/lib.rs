@@ -28,6 +28,7 @@ pub mod fault;
 mod hash;
 pub mod logprobs;
 mod memory;
+pub mod policy;
 pub mod queue;
 pub mod request;
 mod row_tables;

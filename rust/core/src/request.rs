@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::policy::Class;
+use crate::policy::config::check_time_ms;
 use crate::sampling::{SamplingSpec, check_bad_words, check_count, check_logit_bias, check_num_logprobs};
 
 /// Identity of a request: `generation << 32 | slot` in the fixed request table.
@@ -114,6 +116,14 @@ pub struct RequestSpec {
     pub tenant: Option<Arc<str>>,
     /// Extra separation of the prefix cache; requests share blocks only with the same salt.
     pub cache_salt: Option<Arc<str>>,
+    /// How urgent it is; absent = the tenant's class, or `Standard`.
+    pub priority: Option<Class>,
+    /// Milliseconds from its submission after which it is dropped if it still waits.
+    pub ttft_deadline_ms: Option<f64>,
+    /// Milliseconds from its submission after which it is ended, running or not.
+    pub deadline_ms: Option<f64>,
+    /// Longest time between two of its tokens, in milliseconds, that the budget of a step aims at.
+    pub target_itl_ms: Option<f64>,
     /// How tokens are drawn.
     pub sampling: SamplingSpec,
     /// Added to the logits of these ids; in `[-100, 100]`. The last value of an id counts.
@@ -135,6 +145,10 @@ impl Default for RequestSpec {
             ignore_eos: false,
             tenant: None,
             cache_salt: None,
+            priority: None,
+            ttft_deadline_ms: None,
+            deadline_ms: None,
+            target_itl_ms: None,
             sampling: SamplingSpec::default(),
             logit_bias: Vec::new(),
             bad_words_token_ids: Vec::new(),
@@ -194,6 +208,16 @@ impl RequestSpec {
         check_num_logprobs("prompt_logprobs", self.prompt_logprobs)?;
         check_label("tenant", self.tenant.as_deref())?;
         check_label("cache_salt", self.cache_salt.as_deref())?;
+        let times = [
+            ("ttft_deadline_ms", self.ttft_deadline_ms),
+            ("deadline_ms", self.deadline_ms),
+            ("target_itl_ms", self.target_itl_ms),
+        ];
+        for (name, time) in times {
+            if let Some(value) = time.filter(|&time| check_time_ms(name, time).is_err()) {
+                return Err(Error::InvalidParameter { name, value, expected: "above 0 and at most 1e9" });
+            }
+        }
         let max_tokens = self.effective_max_tokens(max_model_len)?;
         let min_tokens = self.sampling.min_tokens;
         if min_tokens > max_tokens {

@@ -71,9 +71,11 @@ pub(crate) fn to_py(error: &Error) -> PyErr {
 fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let message = error.to_string();
     Ok(match error {
-        Error::InvalidConfig { .. } | Error::UnknownPolicy { .. } | Error::OutOfMemory { .. } => {
-            PyValueError::new_err(message)
-        }
+        Error::InvalidConfig { .. }
+        | Error::InvalidNumber { .. }
+        | Error::UnknownName { .. }
+        | Error::UnknownPolicy { .. }
+        | Error::OutOfMemory { .. } => PyValueError::new_err(message),
         Error::QueueFull { .. } | Error::QueuedTokensFull { .. } => {
             let err = OverloadedError::new_err(message);
             err.value(py).setattr("retry_after_s", py.None())?;

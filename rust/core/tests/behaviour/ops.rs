@@ -131,6 +131,7 @@ pub(crate) fn random_config(rng: &mut Rng) -> SchedulerConfig {
         max_queued_tokens: rng.one_in(3).then(|| rng.within(4, 60) as u64),
         max_prefill_chunk_tokens: (!rng.one_in(3)).then(|| rng.within(1, 8)),
         policy: if rng.one_in(5) { Policy::Static } else { Policy::Fcfs },
+        rules: None,
         seed: rng.next(),
         hash_seed: rng.next(),
         max_prompt_logits: if rng.one_in(2) { rng.within(1, 8) } else { 512 },
