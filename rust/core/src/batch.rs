@@ -228,6 +228,8 @@ pub struct StepResult<'a> {
     pub logprobs: Option<LogprobMatrix<'a>>,
     /// `[P, 1 + K]` the same for prompt tokens; needed if the batch asks for any.
     pub prompt_logprobs: Option<LogprobMatrix<'a>>,
+    /// How long the step took, for the model of its cost; absent = from its plan until the call that brings this result.
+    pub step_time_ns: Option<u64>,
 }
 
 /// What one `step` has to tell: tokens and ends of the commit, cancels, and first admissions of the plan.

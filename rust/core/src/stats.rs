@@ -67,6 +67,10 @@ stats! {
     num_output_tokens,
     /// Sequences that lost their blocks to others.
     num_preemptions,
+    /// Of these, those that made way for a request of a higher class or of a tenant below its share.
+    num_displacements,
+    /// Requests that were dropped or ended at a deadline.
+    num_expired_requests,
     /// Tokens whose keys and values a preempted sequence lost and has to compute again, counted when it is admitted again.
     num_recomputed_tokens,
     /// Cached blocks that were reused for other content.

@@ -306,6 +306,12 @@ impl PolicyConfig {
         self.tenants.get(name.unwrap_or("")).unwrap_or(&self.default_tenant)
     }
 
+    /// Whether the tokens of each tenant have to be counted.
+    pub(crate) fn counts_service(&self) -> bool {
+        let has_rate = |tenant: &TenantLimits| tenant.tokens_per_min.is_some();
+        self.fairness == Fairness::Weighted || self.tenants.values().any(has_rate) || has_rate(&self.default_tenant)
+    }
+
     /// Admissions of others after which the oldest aged request is next.
     pub(crate) fn aged_interval(&self) -> u32 {
         (1.0 / self.aged_share).round() as u32
@@ -329,7 +335,12 @@ impl PolicyConfig {
             times(class.target_itl_ms, class.ttft_deadline_ms, class.deadline_ms)?;
             caps(class.max_tokens, class.max_num_seqs)?;
         }
-        self.tenants.values().chain([&self.default_tenant]).try_for_each(check_tenant)
+        let tenants = || self.tenants.values().chain([&self.default_tenant]);
+        if self.fairness == Fairness::Off && tenants().any(|tenant| tenant.max_num_seqs.is_some()) {
+            let (name, reason) = ("max_num_seqs", "of a tenant needs fairness = \"weighted\": one line has one bound");
+            return Err(Error::UnusableParameter { name, reason });
+        }
+        tenants().try_for_each(check_tenant)
     }
 }
 

@@ -1,35 +1,32 @@
 //! Admission: which waiting sequences get a row and blocks.
 //!
 //! 1. A sequence is admitted with all blocks of its known tokens or not at all; a refusal changes nothing.
-//! 2. Order: preempted sequences; then choices of started requests; then requests that have not started; each in order of arrival.
-//! 3. Nothing passes a sequence that lacks memory. Only a request that has not started and waits for a block which another one is filling
-//!    right now may be passed, for at most `MAX_DEFERRALS` steps and by at most `MAX_OVERTAKES` requests. Choices that wait for the
-//!    prompt which one of them is computing are not in line yet.
-//! 4. While paused, no request starts; choices of started ones do.
+//! 2. Order within a flow: as `flows.rs` says. Nobody passes a preempted sequence that lacks memory.
+//! 3. A request that has not started may be passed by later ones of its flow: for at most `MAX_DEFERRALS` steps if it waits for a block
+//!    which another sequence is filling right now, and while it lacks memory, if the policy says so; by `MAX_OVERTAKES` or K of them in all.
+//!    Choices that wait for the prompt which one of them is computing are not in line yet.
+//! 4. While a request of a class lacks memory, nothing of a lower class starts.
+//! 5. While paused, no request starts; choices of started ones do.
 
-use super::Scheduler;
+use super::budget::Budget;
 use super::choices::Fork;
+use super::flows::{Scan, Waiter};
 use super::rows::Row;
-use super::sequence::{Known, Sequences};
+use super::sequence::{Known, Sequence, Sequences};
+use super::{Scheduler, estimate};
 use crate::block::Parent;
+use crate::policy::Class;
 
 /// Steps that a request waits for a block in flight instead of computing it a second time.
 const MAX_DEFERRALS: u8 = 2;
 /// Later arrivals that may be admitted before a request that waits so.
 const MAX_OVERTAKES: u8 = 16;
-
-/// Who may be admitted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Waiter {
-    /// A preempted sequence.
-    Preempted { sequence: u32 },
-    /// The next choice of the request in this slot.
-    Choice { slot: u32 },
-}
+/// Requests of a class whose memory a plan looks for in vain, at most: planning is bounded.
+const MAX_MISFITS: usize = 16;
 
 impl Waiter {
     /// Slot of its request.
-    fn slot(self, sequences: &Sequences) -> u32 {
+    pub(super) fn slot(self, sequences: &Sequences) -> u32 {
         match self {
             Self::Preempted { sequence } => sequences[sequence].request.slot(),
             Self::Choice { slot } => slot,
@@ -39,59 +36,121 @@ impl Waiter {
 
 /// Why a sequence was not admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Refusal {
+pub(super) enum Refusal {
     /// Too few blocks are available.
     NoMemory,
     /// The next block it needs is being filled by a sequence in this plan.
     BlockInFlight,
 }
 
+/// What came of looking at the next waiter of a flow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Look {
+    /// It runs.
+    Admitted,
+    /// It is passed in this plan.
+    Passed,
+    /// Nothing more of the flow starts in this plan.
+    Closed,
+}
+
+/// A request that others of its flow pass in this plan.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PassedBy {
+    slot: u32,
+    flow: u32,
+    lacks_memory: bool,
+}
+
 impl Scheduler {
-    /// Admits waiting sequences while rows, blocks and `budget` tokens last, and schedules their first tokens.
-    pub(super) fn admit(&mut self, mut budget: usize, is_paused: bool) {
-        let mut deferred: Vec<u32> = Vec::new();
-        let mut cursor = self.first_waiter();
-        while let Some(waiter) = cursor {
-            let slot = waiter.slot(&self.sequences);
-            let is_held_back = self.lacks_prompt_logits(slot) || is_paused && !self.request(slot).is_started();
-            if budget == 0 || self.rows.num_free() == 0 || is_held_back {
-                break;
+    /// Looks at the next waiter of a flow, admits it if it can start, and schedules its first tokens.
+    pub(super) fn admit_next(&mut self, flow: u32, budget: &mut Budget, is_paused: bool) -> Look {
+        let scan = self.flows.get(flow).scan;
+        let (next, num_passed) =
+            if scan.step_id == self.step_id { (scan.next, scan.num_passed) } else { (self.first_waiter(flow), 0) };
+        let Some(waiter) = next else { return Look::Closed };
+        if !self.may_start(flow, waiter, is_paused) {
+            return Look::Closed;
+        }
+        let after = self.waiter_after(flow, waiter);
+        let (next, look) = match self.try_admit(waiter) {
+            Ok(row) => {
+                self.plan_chunk(row, budget);
+                let may_go_on = !self.note_overtaking(flow);
+                let next = if self.has_more(waiter) { Some(waiter) } else { after };
+                (next.filter(|_| may_go_on), Look::Admitted)
             }
-            let next = self.waiter_after(waiter);
-            // Running sequences that may still need a block: an admission leaves one for each, so that a newcomer does not displace (or get
-            // displaced) at once.
-            let reserve = self.rows.num_growing();
-            match self.try_admit(waiter, reserve) {
-                Ok(row) => {
-                    budget -= self.plan_chunk(row, budget);
-                    if self.overtake(&deferred) {
-                        break;
-                    }
-                    cursor = if self.has_more(waiter) { cursor } else { next };
-                }
-                Err(Refusal::BlockInFlight) => {
-                    let Waiter::Choice { slot } = waiter else { unreachable!("a preempted sequence never waits so") };
-                    deferred.push(slot);
-                    if deferred.len() > usize::from(MAX_OVERTAKES) {
-                        break;
-                    }
-                    cursor = next;
-                }
-                Err(Refusal::NoMemory) => break,
+            Err(refusal) if self.pass(flow, waiter, refusal) && num_passed < u32::from(MAX_OVERTAKES) => {
+                (after, Look::Passed)
+            }
+            Err(_) => (None, Look::Closed),
+        };
+        let num_passed = num_passed + u32::from(look == Look::Passed);
+        self.flows.get_mut(flow).scan = Scan { step_id: self.step_id, next, num_passed };
+        look
+    }
+
+    /// Whether nothing but room keeps a waiter from starting.
+    pub(super) fn may_start(&self, flow: u32, waiter: Waiter, is_paused: bool) -> bool {
+        let entry = self.flows.get(flow);
+        let slot = waiter.slot(&self.sequences);
+        let is_new = matches!(waiter, Waiter::Choice { .. });
+        let is_held_back = self.lacks_prompt_logits(slot) || is_paused && !self.request(slot).is_started();
+        !is_held_back && entry.num_running < entry.max_running && !(is_new && self.sequences.is_full())
+    }
+
+    /// Notes that a waiter does not start in this plan; returns whether others of its flow may.
+    fn pass(&mut self, flow: u32, waiter: Waiter, refusal: Refusal) -> bool {
+        let slot = waiter.slot(&self.sequences);
+        let lacks_memory = refusal == Refusal::NoMemory;
+        if lacks_memory {
+            self.num_misfits += 1;
+            self.lacks_memory[self.flows.get(flow).class as usize] = true;
+            let request = self.request(slot);
+            let is_new = matches!(waiter, Waiter::Choice { .. }) && !request.is_started();
+            if !is_new || request.num_overtaken >= self.rules.max_overtakes || self.num_misfits >= MAX_MISFITS {
+                return false;
             }
         }
-        for slot in deferred {
-            self.request_mut(slot).num_deferrals += 1;
+        self.passed.push(PassedBy { slot, flow, lacks_memory });
+        true
+    }
+
+    /// Counts that everybody of the flow who is passed in this plan was passed once more; returns whether one of them must not be passed again.
+    fn note_overtaking(&mut self, flow: u32) -> bool {
+        let mut is_limit_reached = false;
+        for index in 0..self.passed.len() {
+            let passed = self.passed[index];
+            if passed.flow == flow {
+                let limit = if passed.lacks_memory { self.rules.max_overtakes } else { MAX_OVERTAKES };
+                let request = self.request_mut(passed.slot);
+                request.num_overtaken += 1;
+                is_limit_reached |= request.num_overtaken >= limit;
+            }
         }
+        is_limit_reached
+    }
+
+    /// Counts the steps of those that wait for a block in flight.
+    pub(super) fn end_admission(&mut self) {
+        while let Some(passed) = self.passed.pop() {
+            self.request_mut(passed.slot).num_deferrals += u8::from(!passed.lacks_memory);
+        }
+    }
+
+    /// Whether memory was looked for in vain so often that the plan stops looking, or somebody of this or a higher class lacks it.
+    pub(super) fn is_short_for(&self, class: Class) -> bool {
+        self.num_misfits >= MAX_MISFITS || self.lacks_memory[..class as usize].contains(&true)
     }
 
     /// Fills the rows, all of them free, with a fixed group of sequences, whose tokens are then scheduled like those of any running one.
     pub(super) fn admit_group(&mut self, is_paused: bool) {
-        while let Some(waiter) = self.first_waiter().filter(|_| self.rows.num_free() > 0) {
+        let Some(turn) = self.flows.peek(Class::Standard) else { return };
+        while let Some(waiter) = self.first_waiter(turn.flow).filter(|_| self.rows.num_free() > 0) {
             if is_paused && !self.request(waiter.slot(&self.sequences)).is_started() {
                 break;
             }
-            let Ok(row) = self.try_admit(waiter, self.rows.num_growing()) else {
+            let Ok(row) = self.try_admit(waiter) else {
                 break;
             };
             if self.num_remaining_tokens(row) == 1 {
@@ -100,22 +159,46 @@ impl Scheduler {
         }
     }
 
-    fn first_waiter(&self) -> Option<Waiter> {
-        let preempted = self.preempted.first().map(|sequence| Waiter::Preempted { sequence });
-        preempted.or_else(|| self.waiting.first().map(|slot| Waiter::Choice { slot }))
+    pub(super) fn first_waiter(&self, flow: u32) -> Option<Waiter> {
+        let preempted = self.flows.preempted_after(flow, None).map(|sequence| Waiter::Preempted { sequence });
+        preempted.or_else(|| self.first_choice(flow))
     }
 
-    fn waiter_after(&self, waiter: Waiter) -> Option<Waiter> {
-        let after = match waiter {
+    /// Started requests, then those with a deadline, then the others.
+    fn first_choice(&self, flow: u32) -> Option<Waiter> {
+        let first = self.flows.get(flow).waiting.first();
+        let started = first.filter(|&slot| self.request(slot).is_started());
+        let slot = started.or_else(|| self.flows.after_deadline(flow, None)).or(first);
+        slot.map(|slot| Waiter::Choice { slot })
+    }
+
+    fn waiter_after(&self, flow: u32, waiter: Waiter) -> Option<Waiter> {
+        let slot = match waiter {
             Waiter::Preempted { sequence } => {
-                if let Some(sequence) = self.preempted.after(sequence) {
-                    return Some(Waiter::Preempted { sequence });
-                }
-                self.waiting.first()
+                let after = self.flows.preempted_after(flow, Some((self.sequences[sequence].order, sequence)));
+                return after.map(|sequence| Waiter::Preempted { sequence }).or_else(|| self.first_choice(flow));
             }
-            Waiter::Choice { slot } => self.waiting.after(slot),
+            Waiter::Choice { slot } => slot,
+        };
+        let request = self.request(slot);
+        let after = if let Some(deadline) = self.deadline_key(slot) {
+            let key = (deadline, request.arrival, slot);
+            self.flows.after_deadline(flow, Some(key)).or_else(|| {
+                let line = self.flows.slot_links.iter(&self.flows.get(flow).waiting);
+                line.into_iter().find(|&slot| !self.request(slot).is_started())
+            })
+        } else {
+            let after = self.flows.slot_links.after(slot);
+            let is_last_started = request.is_started() && after.is_none_or(|slot| !self.request(slot).is_started());
+            if is_last_started { self.flows.after_deadline(flow, None).or(after) } else { after }
         };
         after.map(|slot| Waiter::Choice { slot })
+    }
+
+    /// Place in time of a request in the line of those that have a deadline; absent = it stands among the others.
+    pub(super) fn deadline_key(&self, slot: u32) -> Option<u64> {
+        let request = self.request(slot);
+        if !self.rules.orders_by_deadline || request.is_started() { None } else { request.next_deadline_ns() }
     }
 
     /// Whether the request that was just served has another choice that could start.
@@ -123,23 +206,13 @@ impl Scheduler {
         matches!(waiter, Waiter::Choice { slot } if self.request(slot).is_waiting())
     }
 
-    /// Counts that each of `deferred` was passed once more; returns whether one of them must not be passed again.
-    fn overtake(&mut self, deferred: &[u32]) -> bool {
-        let mut is_limit_reached = false;
-        for &slot in deferred {
-            let request = self.request_mut(slot);
-            request.num_overtaken += 1;
-            is_limit_reached |= request.num_overtaken >= MAX_OVERTAKES;
-        }
-        is_limit_reached
-    }
-
     /// Gives a waiting sequence a row and the blocks of its known tokens; cached and pinned ones count as computed.
-    fn try_admit(&mut self, waiter: Waiter, reserve: usize) -> Result<u32, Refusal> {
+    pub(super) fn try_admit(&mut self, waiter: Waiter) -> Result<u32, Refusal> {
         let num_new = loop {
             self.find_hits(waiter);
-            if let Some(num_new) = self.num_new_blocks(waiter, reserve) {
-                break num_new;
+            let needs = self.needs(waiter);
+            if self.shortage(needs) == 0 {
+                break needs.num_new;
             }
             // Nobody who runs will give back a block, so what is pinned for others has to go.
             if self.num_running() > 0 || !self.drop_newest_pins(false) {
@@ -152,8 +225,8 @@ impl Scheduler {
         Ok(self.start(waiter, num_new))
     }
 
-    /// Blocks that the sequence needs besides its `hits`; `None` if there is no room for them.
-    fn num_new_blocks(&self, waiter: Waiter, reserve: usize) -> Option<usize> {
+    /// What a sequence needs besides its `hits`.
+    pub(super) fn needs(&self, waiter: Waiter) -> estimate::Needs {
         let block_size = self.config.block_size;
         let (num_tokens, request) = match waiter {
             Waiter::Preempted { sequence } => {
@@ -163,16 +236,18 @@ impl Scheduler {
             Waiter::Choice { slot } => (self.request(slot).prompt().tokens.len(), self.request(slot)),
         };
         let num_blocks = num_tokens.div_ceil(block_size);
-        let num_new = num_blocks - self.hits.blocks.len();
-        let max_blocks = request.max_blocks(block_size);
-        // An empty engine admits its first sequence without reserve: it fits alone, or `submit` would have refused it.
-        let reserve = if self.num_running() == 0 { 0 } else { reserve + usize::from(max_blocks > num_blocks) };
-        let num_unheld_hits = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) == 0).count();
-        (self.pool.num_available() - num_unheld_hits >= num_new + reserve).then_some(num_new)
+        estimate::Needs {
+            num_new: num_blocks - self.hits.blocks.len(),
+            num_unheld_hits: self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) == 0).count(),
+            num_growth: request.max_blocks(block_size) - num_blocks,
+            num_generated: num_tokens as u32 - request.num_prompt_tokens,
+            num_left: request.max_num_tokens - num_tokens as u32,
+            class: self.flows.get(self.flows.of(request.id.slot())).class,
+        }
     }
 
     /// Finds computed blocks of a sequence's known tokens, in the cache or pinned by its request; at least one token is left to compute.
-    fn find_hits(&mut self, waiter: Waiter) {
+    pub(super) fn find_hits(&mut self, waiter: Waiter) {
         let block_size = self.config.block_size;
         self.hits.blocks.clear();
         self.hits.are_published = self.config.enable_prefix_caching;
@@ -262,7 +337,8 @@ impl Scheduler {
     fn start(&mut self, waiter: Waiter, num_new: usize) -> u32 {
         let sequence = match waiter {
             Waiter::Preempted { sequence } => {
-                self.preempted.remove(sequence);
+                let Sequence { request, order, .. } = self.sequences[sequence];
+                self.flows.remove_preempted(self.flows.of(request.slot()), order, sequence);
                 sequence
             }
             Waiter::Choice { slot } => {
@@ -275,6 +351,7 @@ impl Scheduler {
         self.enter_prefilling(row);
         self.introduce_row(sequence, row);
         self.count_recomputed(sequence);
+        self.note_growth(row);
         let slot = self.sequences[sequence].request.slot();
         if self.request(slot).num_unstarted_choices() == 0 {
             self.unpin(slot);
@@ -296,11 +373,19 @@ impl Scheduler {
             is_decoding: false,
             may_publish: self.hits.are_published,
             is_planned: false,
-            is_forked_from: request.fork == (Fork::UnderWay { sequence: index }),
+            is_forked_from: request.fork() == (Fork::UnderWay { sequence: index }),
             wants_prompt_logits: request.num_untold_prompt_logprobs() > 0,
         });
-        sequence.row = Some(row);
+        sequence.row = row;
         self.rows.sampling.set(row, request);
+        let num_cached_tokens = num_hits * block_size as u32;
+        let flow = self.flows.of(request.id.slot());
+        let num_charged = sequence.num_charged_tokens.max(num_cached_tokens);
+        let num_shared = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) > 0).count() as u32;
+        self.rows.enter_flow(row, flow, num_charged, num_shared);
+        let entry = self.flows.get_mut(flow);
+        entry.num_running += 1;
+        self.num_running_of[entry.class as usize] += 1;
         row
     }
 
@@ -329,9 +414,10 @@ impl Scheduler {
     /// Keeps `prefilling`, in which every row has a sequence now, in order of arrival; nearly always the newcomer is the newest.
     fn enter_prefilling(&mut self, row: u32) {
         let order = self.order(row);
+        let class = order.class() as usize;
         let is_older = |&other: &u32| self.order(other) < order;
-        let at = self.prefilling.iter().rposition(is_older).map_or(0, |index| index + 1);
-        self.prefilling.insert(at, row);
+        let at = self.prefilling[class].iter().rposition(is_older).map_or(0, |index| index + 1);
+        self.prefilling[class].insert(at, row);
     }
 
     fn count_recomputed(&mut self, sequence: u32) {
@@ -346,6 +432,8 @@ impl Scheduler {
         if request.is_started() {
             return;
         }
+        self.note_start(slot);
+        let request = self.request(slot);
         let (id, num_prompt_tokens) = (request.id.as_u64(), u64::from(request.num_prompt_tokens));
         let num_hit_tokens = self.hits.blocks.len() * self.config.block_size;
         self.shared.gate.release(num_prompt_tokens);

@@ -31,15 +31,23 @@ pub(super) enum Fork {
 impl Scheduler {
     /// Makes a sequence of the next choice of a request.
     pub(super) fn start_choice(&mut self, slot: u32) -> u32 {
+        let class = self.flows.get(self.flows.of(slot)).class;
+        if !self.request(slot).is_started() {
+            let request = self.request(slot);
+            let (arrival, deadline) = (request.arrival, request.next_deadline_ns());
+            self.flows.remove_unstarted(slot, arrival, self.deadline_key(slot));
+            self.deadlines.remove(deadline, slot);
+        }
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
-        let is_last = request.num_unstarted_choices() == 1;
+        let (is_last, was_started) = (request.num_unstarted_choices() == 1, request.is_started());
         let known = if is_last { request.prompt.take() } else { request.prompt.clone() };
         let sequence = self.sequences.insert(Sequence {
             request: request.id,
-            order: Order::new(request.arrival, u32::from(request.num_started_choices)),
+            order: Order::new(class, request.arrival, u32::from(request.num_started_choices)),
             known,
-            row: None,
+            row: NONE,
             num_lost_tokens: 0,
+            num_charged_tokens: 0,
             next_sibling: NONE,
         });
         if request.is_started() {
@@ -48,15 +56,17 @@ impl Scheduler {
             self.num_unstarted_choices += u64::from(request.num_choices - 1);
         }
         request.num_started_choices += 1;
-        if !is_last && request.fork == Fork::Absent {
-            request.fork = Fork::UnderWay { sequence };
+        if !is_last && request.fork() == Fork::Absent {
+            request.set_fork(Fork::UnderWay { sequence });
         }
         match self.sequences.siblings(request.first_sequence).last() {
             None => request.first_sequence = sequence,
             Some(last) => self.sequences[last].next_sibling = sequence,
         }
-        if !request.is_waiting() {
-            self.waiting.remove(slot);
+        match was_started {
+            true if !request.is_waiting() => self.flows.remove_started(slot),
+            true => {}
+            false => self.deadlines.add(request.next_deadline_ns(), slot),
         }
         sequence
     }
@@ -68,20 +78,21 @@ impl Scheduler {
         let num_pins = (self.num_prompt_tokens(row) as usize - 1) / self.config.block_size;
         self.rows.get_mut(row).is_forked_from = false;
         let request = self.requests[slot as usize].as_mut().expect("a running row has a request");
-        request.fork = Fork::Ready;
+        request.set_fork(Fork::Ready);
         let pins = request.pins_mut().expect("a request with several choices has room for pins");
         for &block in &self.rows.blocks(row)[..num_pins] {
             let block = BlockId::from_table(block);
             self.pool.acquire(block);
             pins.push(block);
         }
+        self.num_pinning += usize::from(!pins.is_empty());
         self.enter_waiting(slot);
     }
 
     /// Puts a started request in its place among those that wait: by arrival, before all that have not started.
     fn enter_waiting(&mut self, slot: u32) {
         let (requests, arrival) = (&self.requests, self.request(slot).arrival);
-        self.waiting.insert_before_first(slot, |other| {
+        self.flows.push_started(slot, |other| {
             let other = requests[other as usize].as_ref().expect("a listed slot has a request");
             !other.is_started() || other.arrival > arrival
         });
@@ -96,6 +107,7 @@ impl Scheduler {
     pub(super) fn unpin(&mut self, slot: u32) {
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
         let Some(pins) = request.pins_mut() else { return };
+        self.num_pinning -= usize::from(!pins.is_empty());
         while let Some(block) = pins.pop() {
             self.pool.release(block).expect("a pinned block is held");
         }
@@ -105,14 +117,24 @@ impl Scheduler {
     ///
     /// Returns false if there is none.
     pub(super) fn drop_newest_pins(&mut self, only_sole: bool) -> bool {
-        let started = self.waiting.iter().take_while(|&slot| self.request(slot).is_started());
-        let found = started.filter(|&slot| match self.request(slot).pins().last() {
-            Some(&deepest) => !only_sole || self.pool.ref_count(deepest) == 1,
-            None => false,
-        });
-        let Some(slot) = found.last() else { return false };
+        if self.num_pinning == 0 {
+            return false;
+        }
+        let mut newest = None;
+        for (_, flow) in self.flows.iter() {
+            let line = self.flows.slot_links.iter(&flow.waiting);
+            for slot in line.take_while(|&slot| self.request(slot).is_started()) {
+                let request = self.request(slot);
+                let Some(&deepest) = request.pins().last() else { continue };
+                let place = (Order::new(flow.class, request.arrival, 0), slot);
+                if (!only_sole || self.pool.ref_count(deepest) == 1) && newest < Some(place) {
+                    newest = Some(place);
+                }
+            }
+        }
+        let Some((_, slot)) = newest else { return false };
         self.unpin(slot);
-        self.request_mut(slot).fork = Fork::Absent;
+        self.request_mut(slot).set_fork(Fork::Absent);
         true
     }
 
@@ -150,7 +172,7 @@ impl Scheduler {
     /// Ends the choice with an error, and with it those that have not started and wait for its prompt.
     pub(super) fn fail_sequence(&mut self, sequence: u32, message: &Arc<str>) {
         let id = self.sequences[sequence].request;
-        let is_waited_for = self.request(id.slot()).fork == (Fork::UnderWay { sequence });
+        let is_waited_for = self.request(id.slot()).fork() == (Fork::UnderWay { sequence });
         let waiting = if is_waited_for { self.withdraw_unstarted(id.slot()) } else { 0..0 };
         self.make_room_for_events(1 + waiting.len());
         self.end_sequence(sequence, FinishReason::Error, Some(message));
@@ -164,10 +186,15 @@ impl Scheduler {
 
     /// No further choice of the request will start; returns those that have not.
     fn withdraw_unstarted(&mut self, slot: u32) -> Range<u32> {
-        let request = self.request_mut(slot);
+        let request = self.request(slot);
         let unstarted = u32::from(request.num_started_choices)..u32::from(request.num_choices);
         if request.is_waiting() {
-            self.waiting.remove(slot);
+            if request.is_started() {
+                self.flows.remove_started(slot);
+            } else {
+                let arrival = request.arrival;
+                self.flows.remove_unstarted(slot, arrival, self.deadline_key(slot));
+            }
         }
         self.unpin(slot);
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
@@ -182,8 +209,11 @@ impl Scheduler {
     /// Takes a choice, whose terminal event is written, out of every structure.
     pub(super) fn forget_sequence(&mut self, sequence: u32, reason: FinishReason) {
         match self.sequences[sequence].row {
-            Some(row) => self.release_row(row),
-            None => self.preempted.remove(sequence),
+            NONE => {
+                let Sequence { request, order, .. } = self.sequences[sequence];
+                self.flows.remove_preempted(self.flows.of(request.slot()), order, sequence);
+            }
+            row => self.release_row(row),
         }
         let Sequence { request: id, next_sibling, .. } = self.sequences.remove(sequence);
         let request = self.requests[id.slot() as usize].as_mut().expect("a sequence has a request");
@@ -195,8 +225,8 @@ impl Scheduler {
             drop(siblings);
             self.sequences[previous.expect("a sequence is among its siblings")].next_sibling = next_sibling;
         }
-        if request.fork == (Fork::UnderWay { sequence }) {
-            request.fork = Fork::Absent;
+        if request.fork() == (Fork::UnderWay { sequence }) {
+            request.set_fork(Fork::Absent);
             if request.is_waiting() {
                 self.enter_waiting(id.slot());
             }
@@ -218,6 +248,9 @@ impl Scheduler {
             return;
         }
         let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
+        self.deadlines.remove(request.next_deadline_ns(), id.slot());
+        self.num_shielded -= usize::from(request.is_shielded);
+        self.flows.leave(self.flows.of(id.slot()));
         if !request.is_started() {
             self.shared.gate.release(u64::from(request.num_prompt_tokens));
         }

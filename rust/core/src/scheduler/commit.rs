@@ -92,11 +92,12 @@ impl Scheduler {
     }
 
     /// Commits the batch in flight with its (checked) result.
-    pub(super) fn commit(&mut self, result: Option<&StepResult<'_>>) {
+    pub(super) fn commit(&mut self, result: Option<&StepResult<'_>>, now_ns: u64) {
         if !std::mem::take(&mut self.in_flight) {
             return;
         }
         let result = result.copied().unwrap_or_default();
+        self.pace.end_step(result.step_time_ns, now_ns);
         self.make_room_for_events(self.batch().num_samples());
         let mut sample = self.planned_lanes.len();
         let mut prompt_row = 0;
@@ -221,7 +222,9 @@ impl Scheduler {
     pub(super) fn close_prefilling_gaps(&mut self) {
         if std::mem::take(&mut self.prefilling_has_gaps) {
             let rows = &self.rows;
-            self.prefilling.retain(|&row| rows.get(row).is_prefilling());
+            for prefilling in &mut self.prefilling {
+                prefilling.retain(|&row| rows.get(row).is_prefilling());
+            }
         }
     }
 }

@@ -3,38 +3,58 @@
 use std::sync::Arc;
 
 use super::Scheduler;
+use super::flows::Ticket;
 use super::request::{Entry, Request};
+use crate::policy::Class;
 use crate::request::{FinishReason, RequestId};
 use crate::submit::{Control, Submitted};
 
 impl Scheduler {
     /// Takes new requests into the waiting list, then applies cancels and finishes.
-    pub(super) fn take_controls(&mut self) {
+    pub(super) fn take_controls(&mut self, now_ns: u64) {
         // Controls are taken before the queue is drained: each of them was pushed after its request, so the request is drained
         // now, unless another producer is in the middle of a push before it. Such a control waits for the next step.
         let mut controls = std::mem::take(&mut self.late_controls);
         controls.extend(self.shared.controls.take_all());
-        self.drain_queue();
+        self.drain_queue(now_ns);
         for control in controls {
             self.apply(control);
         }
     }
 
-    fn drain_queue(&mut self) {
+    fn drain_queue(&mut self, now_ns: u64) {
         while let Some(submitted) = self.shared.queue.pop() {
-            self.enter(*submitted);
+            self.enter(*submitted, now_ns);
         }
     }
 
-    fn enter(&mut self, submitted: Submitted) {
+    fn enter(&mut self, submitted: Submitted, now_ns: u64) {
         let Submitted { id, spec, max_tokens, root_hash, hashes } = submitted;
         let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref());
         let arrival = self.next_arrival;
         self.next_arrival += 1;
         let seed = spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival));
-        let request = Request::new(spec, Entry { id, arrival, seed, root, root_hash, max_tokens, hashes });
+        // Without classes there is one line.
+        let class = if self.is_static() { Class::Standard } else { spec.priority.unwrap_or_default() };
+        let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
+        self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (now_ns / 1_000_000) as u32, flow };
+        let (ttft_deadline_ns, deadline_ns, target_itl_us) = (u64::MAX, u64::MAX, 0);
+        let entry = Entry {
+            id,
+            arrival,
+            seed,
+            root,
+            root_hash,
+            max_tokens,
+            ttft_deadline_ns,
+            deadline_ns,
+            target_itl_us,
+            hashes,
+        };
+        let request = Request::new(spec, entry);
+        self.deadlines.add(request.next_deadline_ns(), id.slot());
         self.requests[id.slot() as usize] = Some(Box::new(request));
-        self.waiting.push_back(id.slot());
+        self.flows.enter(id.slot(), arrival, self.deadline_key(id.slot()));
     }
 
     fn apply(&mut self, control: Control) {
@@ -74,7 +94,7 @@ impl Scheduler {
     pub(super) fn end_all_requests(&mut self) {
         // A producer that claimed its place before the close finishes its push within moments; its request is accepted, so it ends here.
         while !self.shared.queue.is_drained() {
-            self.drain_queue();
+            self.drain_queue(0);
             std::thread::yield_now();
         }
         for slot in 0..self.requests.len() {

@@ -6,10 +6,13 @@
 use std::ops::Range;
 
 use super::Scheduler;
+use super::budget::Budget;
 use super::commit::Sample;
 use super::lanes::{HAS_STOP_IDS, IGNORES_EOS, IS_UNSAMPLED, Lane, NO_SLOT};
+use super::sequence::Order;
 use crate::batch::StepResult;
 use crate::block::{BlockId, Parent, Published};
+use crate::policy::Class;
 use crate::request::FinishReason;
 
 /// Notable lanes whose reads of memory wait together.
@@ -18,28 +21,40 @@ const GROUP_LEN: usize = 64;
 /// Lanes of the batch in flight, or being made.
 #[derive(Debug, Default)]
 pub(super) struct PlannedLanes {
-    /// All lanes there were.
-    num_all: usize,
-    /// Otherwise these.
+    /// The first ones, and how many there were.
+    num_leading: usize,
+    num_lanes: usize,
+    /// Besides them these.
     listed: Vec<u32>,
 }
 
 impl PlannedLanes {
     pub(super) fn clear(&mut self) {
-        self.num_all = 0;
+        self.num_leading = 0;
+        self.num_lanes = 0;
         self.listed.clear();
     }
 
     pub(super) fn len(&self) -> usize {
-        self.num_all + self.listed.len()
+        self.num_leading + self.listed.len()
     }
 
     pub(super) fn are_all(&self) -> bool {
-        self.num_all > 0
+        self.num_leading > 0 && self.num_leading == self.num_lanes
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.num_all).chain(self.listed.iter().map(|&lane| lane as usize))
+        (0..self.num_leading).chain(self.listed.iter().map(|&lane| lane as usize))
+    }
+
+    /// All lanes of a range are planned, of `num_lanes` in total.
+    fn add(&mut self, range: Range<usize>, num_lanes: usize) {
+        self.num_lanes = num_lanes;
+        if self.listed.is_empty() && self.num_leading == range.start {
+            self.num_leading = range.end;
+        } else {
+            self.listed.extend(range.map(|lane| lane as u32));
+        }
     }
 }
 
@@ -86,6 +101,7 @@ impl Scheduler {
             _ if state.may_publish => self.pool.hash(self.rows.tables.get(row, last_block as u32 - 1)),
             _ => 0,
         };
+        self.pace.add_target(request.extras().target_itl_us);
         let at = self.lanes.insert(lane);
         self.lanes.quiet_steps[at] = self.quiet_steps(at);
         let state = self.rows.get_mut(row);
@@ -109,46 +125,99 @@ impl Scheduler {
         room.min(self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane])
     }
 
-    /// Schedules the lanes, all of them if budget and memory reach that far; returns the budget that is left.
-    pub(super) fn plan_decodes(&mut self, budget: usize) -> usize {
+    /// Schedules the lanes of a range, all of them if budget and memory reach that far; returns whether they did.
+    pub(super) fn plan_lanes(&mut self, range: Range<usize>, budget: &mut Budget) -> bool {
         let num_lanes = self.lanes.len();
         let num_full = self.lanes.find_full(&mut self.notable);
-        if num_lanes > budget || num_full > self.pool.num_available() {
-            return self.plan_decodes_in_turn(budget);
+        let num_full = self.notable[..num_full].partition_point(|&lane| (lane as usize) < range.end);
+        let first_full = self.notable[..num_full].partition_point(|&lane| (lane as usize) < range.start);
+        if range.len() > budget.tokens || num_full - first_full > self.pool.num_available() {
+            let rotation = std::mem::take(&mut self.rotation);
+            let (num_planned, rotation) = self.plan_lanes_in_turn(range.clone(), budget, usize::MAX, rotation);
+            self.rotation = rotation;
+            return num_planned == range.len();
         }
-        for index in 0..num_full {
+        for index in first_full..num_full {
             let has_grown = self.grow(self.notable[index] as usize);
             debug_assert!(has_grown, "the blocks were counted");
         }
-        self.planned_lanes.num_all = num_lanes;
-        budget - num_lanes
+        if budget.is_timed() {
+            let num_kv_tokens = self.lanes.num_tokens[range.clone()].iter().map(|&count| count as u64).sum();
+            self.spend_decodes(budget, range.len(), num_kv_tokens);
+        } else {
+            budget.tokens -= range.len();
+        }
+        let num_due = &mut self.pace.num_batch_due;
+        *num_due = if range.end == num_lanes { 0 } else { *num_due };
+        self.planned_lanes.add(range, num_lanes);
+        true
     }
 
-    /// Schedules lanes, oldest first, as far as budget and memory last. If the budget does not reach all, they take turns.
-    fn plan_decodes_in_turn(&mut self, mut budget: usize) -> usize {
-        let num_lanes = self.lanes.len();
-        let take_turns = num_lanes > budget;
-        let start = if take_turns { self.lanes.first_from(self.rotation) % num_lanes } else { 0 };
+    /// Schedules batch decodes with what the others have left; returns whether all of them run.
+    pub(super) fn plan_batch_lanes(&mut self, first: usize, budget: &mut Budget) -> bool {
+        let range = first..self.lanes.len();
+        let limit = if budget.is_timed() { self.num_timely_decodes(range.clone(), budget) } else { usize::MAX };
+        if limit >= range.len() {
+            return self.plan_lanes(range, budget);
+        }
+        let rotation = self.pace.batch_rotation;
+        let (_, rotation) = self.plan_lanes_in_turn(range, budget, limit, rotation);
+        self.pace.batch_rotation = rotation;
+        false
+    }
+
+    /// How many decodes of a range, whichever they are, fit the time that is left.
+    fn num_timely_decodes(&self, range: Range<usize>, budget: &Budget) -> usize {
+        let counts = self.lanes.num_tokens[range.clone()].iter().map(|&count| count as u64);
+        let (longest, total) = counts.fold((0, 0), |(longest, total), count| (count.max(longest), total + count));
+        if self.pace.cost.decode_ns(range.len() as u64, total) <= budget.time_ns {
+            return usize::MAX;
+        }
+        let each = self.pace.cost.decode_ns(1, longest).max(1.0);
+        (budget.time_ns.max(0.0) / each) as usize
+    }
+
+    /// Schedules lanes of a range as far as budget, `limit` and memory last. If these do not reach all, they take turns, from `rotation` on,
+    /// otherwise the oldest is first. Returns how many run, and who is first next time.
+    fn plan_lanes_in_turn(
+        &mut self,
+        range: Range<usize>,
+        budget: &mut Budget,
+        limit: usize,
+        mut rotation: Order,
+    ) -> (usize, Order) {
+        let mut left = budget.tokens.min(limit);
+        let len = range.len();
+        let take_turns = len > left;
+        let is_inside = |lane: &usize| range.contains(lane);
+        let first = Some(self.lanes.first_from(rotation)).filter(is_inside).unwrap_or(range.start);
+        let start = if take_turns { first - range.start } else { 0 };
         let mut first_left_out = None;
-        for offset in 0..num_lanes {
-            let lane = (start + offset) % num_lanes;
+        let first_listed = self.planned_lanes.listed.len();
+        for offset in 0..len {
+            let lane = range.start + (start + offset) % len;
             let Some(row) = self.lanes.row(lane) else { continue };
-            if budget > 0 && self.ensure_slot(lane) {
-                budget -= 1;
+            if left > 0 && self.ensure_slot(lane) {
+                left -= 1;
                 self.rows.get_mut(row).is_planned = true;
                 self.planned_lanes.listed.push(lane as u32);
+                let num_kv_tokens = self.lanes.num_tokens[lane] as u64;
+                self.spend_decodes(budget, 1, num_kv_tokens);
             } else if self.lanes.row(lane).is_some() {
                 first_left_out = first_left_out.or(Some(self.lanes.orders[lane]));
             }
         }
         // Only the choice of victims asks for it.
-        for lane in self.planned_lanes.iter() {
+        for index in first_listed..self.planned_lanes.listed.len() {
+            let lane = self.planned_lanes.listed[index] as usize;
             self.rows.get_mut(self.lanes.rows[lane] as u32).is_planned = false;
+            let is_batch = self.lanes.orders[lane].class() == Class::Batch;
+            self.pace.num_batch_due = self.pace.num_batch_due.saturating_sub(usize::from(is_batch));
         }
         if let (true, Some(order)) = (take_turns, first_left_out) {
-            self.rotation = order;
+            rotation = order;
         }
-        budget
+        (self.planned_lanes.listed.len() - first_listed, rotation)
     }
 
     /// Commits the lanes of the batch in flight with the leading samples of its (checked) result.
@@ -263,6 +332,9 @@ impl Scheduler {
     fn settle(&mut self, lane: usize, event: usize, block_hash: u64) {
         let row = self.lanes.rows[lane] as u32;
         if self.is_block_full(lane) {
+            if self.rules.counts_service {
+                self.charge_output(row, self.lanes.num_tokens[lane] as u32);
+            }
             self.publish_last_block(row, block_hash);
             self.lanes.tail_ends[lane] = self.rows.tail_start(row);
             self.lanes.slots[lane] = NO_SLOT;
@@ -285,6 +357,8 @@ impl Scheduler {
         self.pending.finish_reasons[event] = reason as u8;
         self.pending.stop_ids[event] = stop_id;
         let row = self.lanes.rows[lane] as u32;
+        let num_output_tokens = self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane];
+        self.growth.observe(self.lanes.orders[lane].class(), num_output_tokens as u32);
         self.forget_sequence(self.rows.get(row).sequence, reason);
         true
     }

@@ -6,6 +6,7 @@ use super::choices::Fork;
 use super::lanes::{IS_UNSAMPLED, NO_SLOT};
 use super::{Request, Scheduler};
 use crate::block::{BlockId, Parent};
+use crate::policy::Class;
 
 impl Scheduler {
     /// Panics with what is wrong if an invariant does not hold. `O(blocks + live requests)`; for tests and debugging.
@@ -24,7 +25,7 @@ impl Scheduler {
     /// Panics unless nothing is live and every block is free or cached: the state that any run must come back to.
     pub fn check_drained(&self) {
         self.check_invariants();
-        assert_eq!(self.num_running() + self.preempted.len() + self.waiting.len(), 0, "sequences are left");
+        assert_eq!(self.num_running() + self.flows.num_preempted + self.flows.num_listed, 0, "sequences are left");
         assert_eq!(self.pool.num_used(), 0, "blocks are held by nobody");
         assert!(self.requests.iter().all(Option::is_none), "a request is left");
         let shared = &self.shared;
@@ -35,19 +36,35 @@ impl Scheduler {
 
     fn check_requests(&self) {
         let mut waiting = vec![false; self.requests.len()];
-        let mut last = None;
-        for slot in self.waiting.iter() {
-            assert!(!std::mem::replace(&mut waiting[slot as usize], true), "slot {slot} waits twice");
-            let request = self.request(slot);
-            let place = (!request.is_started(), request.arrival);
-            assert!(last < Some(place), "the waiting list is out of order at {:?}", request.id);
-            last = Some(place);
+        for (flow, entry) in self.flows.iter() {
+            let mut last = None;
+            for slot in self.flows.slot_links.iter(&entry.waiting) {
+                assert!(!std::mem::replace(&mut waiting[slot as usize], true), "slot {slot} waits twice");
+                let request = self.request(slot);
+                let place = (!request.is_started(), request.arrival);
+                assert!(last < Some(place), "the waiting list is out of order at {:?}", request.id);
+                assert_eq!((self.flows.of(slot), self.deadline_key(slot)), (flow, None));
+                last = Some(place);
+            }
+            for &(deadline, arrival, slot) in &entry.by_deadline {
+                assert!(!std::mem::replace(&mut waiting[slot as usize], true), "slot {slot} waits twice");
+                let request = self.request(slot);
+                assert_eq!((self.flows.of(slot), self.deadline_key(slot)), (flow, Some(deadline)));
+                assert_eq!(request.arrival, arrival);
+            }
         }
         assert_eq!(
             waiting.iter().filter(|&&waits| waits).count(),
-            self.waiting.len(),
+            self.flows.num_listed,
             "the waiting list is miscounted"
         );
+        self.flows.check_invariants();
+        let with_deadline = self.requests.iter().flatten().filter(|request| request.next_deadline_ns().is_some());
+        assert_eq!(with_deadline.count(), self.deadlines.len(), "deadlines are miscounted");
+        let shielded = self.requests.iter().flatten().filter(|request| request.is_shielded);
+        assert_eq!(shielded.count(), self.num_shielded, "shielded requests are miscounted");
+        let pinning = self.requests.iter().flatten().filter(|request| !request.pins().is_empty());
+        assert_eq!(pinning.count(), self.num_pinning, "pins are miscounted");
         let (mut num_queued, mut num_queued_tokens, mut num_unstarted) = (0, 0, 0);
         for (slot, request) in self.requests.iter().enumerate() {
             let Some(request) = request else { continue };
@@ -87,7 +104,7 @@ impl Scheduler {
         let is_needed = request.num_unstarted_choices() > 0;
         assert!(!is_needed || num_prompt_tokens == Some(request.num_prompt_tokens), "{id:?} has lost its prompt");
         let block_size = self.config.block_size;
-        let num_pins = match request.fork {
+        let num_pins = match request.fork() {
             Fork::Ready if request.num_unstarted_choices() > 0 => (request.num_prompt_tokens as usize - 1) / block_size,
             _ => 0,
         };
@@ -113,7 +130,7 @@ impl Scheduler {
             let num_tokens = self.lanes.num_tokens[lane] as usize;
             self.lanes.row(lane).map(|row| (row, num_tokens, num_tokens - 1))
         });
-        let prefilling = self.prefilling.iter().map(|&row| (row, self.rows.get(row)));
+        let prefilling = self.prefilling.iter().flatten().map(|&row| (row, self.rows.get(row)));
         decoding.chain(prefilling.filter(|(_, state)| state.is_prefilling()).map(|(row, state)| {
             (row, self.sequences[state.sequence].known().tokens.len(), state.num_computed_tokens as usize)
         }))
@@ -150,7 +167,7 @@ impl Scheduler {
         let mut owners = BTreeMap::new();
         let is_older = |rows: &[u32]| self.order(rows[0]) < self.order(rows[1]);
         assert!(
-            self.prefilling_has_gaps || self.prefilling.windows(2).all(is_older),
+            self.prefilling_has_gaps || self.prefilling.iter().all(|rows| rows.windows(2).all(is_older)),
             "the prefilling list is out of order"
         );
         for (row, num_tokens, num_computed) in self.running() {
@@ -158,14 +175,14 @@ impl Scheduler {
             let sequence = &self.sequences[state.sequence];
             let id = sequence.request;
             assert!(owners.insert(state.sequence, row).is_none(), "a choice of {id:?} runs twice");
-            assert_eq!(sequence.row, Some(row), "{id:?}: row and sequence disagree");
+            assert_eq!(sequence.row, row, "{id:?}: row and sequence disagree");
             if let Some(known) = &sequence.known {
                 assert_eq!(num_tokens, known.tokens.len(), "{id:?}: row and sequence disagree");
             }
             assert!(num_computed < num_tokens, "{id:?} has nothing to compute");
             let is_planned = self.in_flight && self.pieces.iter().any(|planned| planned.row == row);
             assert_eq!(state.is_planned, is_planned, "{id:?} does not know whether a piece of it is in flight");
-            let is_forked_from = self.request(id.slot()).fork == (Fork::UnderWay { sequence: state.sequence });
+            let is_forked_from = self.request(id.slot()).fork() == (Fork::UnderWay { sequence: state.sequence });
             assert_eq!(state.is_forked_from, is_forked_from, "{id:?}: row and request disagree");
             let block_size = self.config.block_size;
             let capacity = state.num_blocks as usize * block_size;
@@ -178,12 +195,34 @@ impl Scheduler {
         let num_rows = self.config.max_num_seqs;
         assert_eq!(owners.len() + self.rows.num_free(), num_rows, "a row is neither free nor running");
         let (running, preempted): (Vec<_>, Vec<_>) =
-            self.sequences.iter().partition(|(_, sequence)| sequence.row.is_some());
+            self.sequences.iter().partition(|(_, sequence)| sequence.is_running());
         assert_eq!(running.len(), owners.len(), "a running sequence has no row");
-        let mut preempted: Vec<_> = preempted.iter().map(|&(index, sequence)| (sequence.order, index)).collect();
+        let mut preempted: Vec<u32> = preempted.iter().map(|&(index, _)| index).collect();
+        let mut listed: Vec<u32> = Vec::new();
+        for (flow, entry) in self.flows.iter() {
+            for &(order, index) in &entry.preempted {
+                assert_eq!(self.sequences[index].order, order, "a preempted sequence stands elsewhere");
+                assert_eq!(self.flows.of(self.sequences[index].request.slot()), flow);
+                listed.push(index);
+            }
+            let num_running = self.running().filter(|&(row, ..)| self.flow_of(row) == flow).count();
+            assert_eq!(entry.num_running as usize, num_running, "flow {flow} is miscounted");
+        }
         preempted.sort_unstable();
-        let preempted = preempted.iter().map(|&(_, index)| index);
-        assert!(preempted.eq(self.preempted.iter()), "the list of preempted sequences is wrong");
+        listed.sort_unstable();
+        assert_eq!(preempted, listed, "the lists of preempted sequences are wrong");
+        for class in Class::ALL {
+            let of_class = self.running().filter(|&(row, ..)| self.order(row).class() == class).count();
+            assert_eq!(self.num_running_of[class as usize], of_class, "running sequences of a class are miscounted");
+        }
+        let growth: u32 =
+            self.running().map(|(row, ..)| self.rows.get(row)).map(|row| row.max_blocks - row.num_blocks).sum();
+        assert_eq!(self.rows.num_growth(), growth as usize, "blocks that may be needed are miscounted");
+        let total: usize = (0..self.lanes.len())
+            .filter(|&lane| self.lanes.row(lane).is_some())
+            .map(|lane| self.lanes.num_tokens[lane] as usize)
+            .sum();
+        assert_eq!(self.lanes.total_tokens(), total as u64, "tokens of lanes are miscounted");
         let num_siblings = |request: &Request| self.sequences.siblings(request.first_sequence).count();
         let num_listed: usize = self.requests.iter().flatten().map(|request| num_siblings(request)).sum();
         assert_eq!(num_listed, self.sequences.iter().count(), "a sequence belongs to no request");

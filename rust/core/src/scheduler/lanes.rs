@@ -36,13 +36,15 @@ macro_rules! lanes {
             $($(#[$doc])* pub(super) $name: Vec<$type>,)*
             /// Vacant ones.
             gaps: Vec<u32>,
+            /// Tokens known to all that are not vacant.
+            total_tokens: u64,
             /// Changes whenever a lane comes, goes or gets another number; never 0.
             version: u64,
         }
 
         impl Lanes {
             pub(super) fn new(max_num_seqs: usize) -> Self {
-                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs), version: 1 }
+                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs), total_tokens: 0, version: 1 }
             }
 
             fn insert_at(&mut self, at: usize, lane: Lane) {
@@ -105,6 +107,11 @@ impl Lanes {
         self.version
     }
 
+    /// Tokens known to all lanes: what a step that runs them reads of the cache.
+    pub(super) fn total_tokens(&self) -> u64 {
+        self.total_tokens
+    }
+
     pub(super) fn has_gaps(&self) -> bool {
         !self.gaps.is_empty()
     }
@@ -134,6 +141,7 @@ impl Lanes {
         for gap in &mut self.gaps {
             *gap += u32::from(*gap as usize >= at);
         }
+        self.total_tokens += lane.num_tokens as u64;
         self.insert_at(at, lane);
         self.version += 1;
         at
@@ -143,6 +151,7 @@ impl Lanes {
     pub(super) fn vacate(&mut self, lane: usize) {
         debug_assert_ne!(self.rows[lane], VACANT, "a lane is vacated once");
         self.rows[lane] = VACANT;
+        self.total_tokens -= self.num_tokens[lane] as u64;
         self.gaps.push(lane as u32);
     }
 
@@ -167,6 +176,7 @@ impl Lanes {
 
     /// Every lane has computed its token and got the next one.
     pub(super) fn advance(&mut self, tokens: &[i32]) {
+        self.total_tokens += tokens.len() as u64;
         self.tokens.copy_from_slice(tokens);
         self.num_tokens.iter_mut().for_each(|count| *count += 1);
         self.slots.iter_mut().for_each(|slot| *slot += 1);
@@ -176,6 +186,7 @@ impl Lanes {
 
     /// The same for one lane.
     pub(super) fn advance_one(&mut self, lane: usize, token: i32) {
+        self.total_tokens += 1;
         self.tokens[lane] = token;
         self.num_tokens[lane] += 1;
         self.slots[lane] += 1;
@@ -233,11 +244,12 @@ fn contains(tokens: &[i32], wanted: i32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::Class;
 
     fn lane(arrival: u64) -> Lane {
         Lane {
             rows: arrival as i32,
-            orders: Order::new(arrival, 0),
+            orders: Order::new(Class::Standard, arrival, 0),
             request_ids: arrival,
             choice_ids: 0,
             tokens: arrival as i32,
@@ -261,7 +273,7 @@ mod tests {
         }
         assert_eq!(lanes.rows, [0, 1, 2, 4, 5, 6, 7]);
         for arrival in [7, 0, 4] {
-            lanes.vacate(lanes.locate(Order::new(arrival, 0)));
+            lanes.vacate(lanes.locate(Order::new(Class::Standard, arrival, 0)));
         }
         assert_eq!((lanes.len(), lanes.num_live(), lanes.row(0), lanes.row(1)), (7, 4, None, Some(1)));
         let mut values = vec![10, 11, 12, 14, 15, 16, 17];
@@ -269,8 +281,8 @@ mod tests {
         lanes.compact();
         assert_eq!(values, [11, 12, 15, 16]);
         assert_eq!(lanes.rows, [1, 2, 5, 6]);
-        assert_eq!(lanes.orders, [1, 2, 5, 6].map(|arrival| Order::new(arrival, 0)));
-        assert_eq!((lanes.len(), lanes.has_gaps(), lanes.first_from(Order::new(3, 0))), (4, false, 2));
+        assert_eq!(lanes.orders, [1, 2, 5, 6].map(|arrival| Order::new(Class::Standard, arrival, 0)));
+        assert_eq!((lanes.len(), lanes.has_gaps(), lanes.first_from(Order::new(Class::Standard, 3, 0))), (4, false, 2));
     }
 
     #[test]

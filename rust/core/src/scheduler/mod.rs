@@ -12,20 +12,25 @@
 //! (Kwon et al., SOSP 2023); a token budget shared by decodes and prompt chunks is Sarathi-Serve's (Agrawal et al., OSDI 2024).
 
 mod admit;
+mod budget;
 mod choices;
 mod commit;
 mod control;
+mod deadlines;
 mod decode;
+mod displace;
+mod estimate;
 mod filling;
+mod flows;
 mod invariants;
 mod lanes;
+mod lists;
 mod plan;
 mod preempt;
 mod prompt_logprobs;
 mod request;
 mod rows;
 mod sequence;
-mod waiting;
 mod write;
 
 use std::sync::Arc;
@@ -35,17 +40,24 @@ use crate::block::{BlockId, BlockPool};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::policy;
+use crate::policy::Admission;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
+use admit::PassedBy;
+use budget::Pace;
+use deadlines::Deadlines;
 use decode::PlannedLanes;
+use displace::Aging;
+use estimate::Growth;
 use filling::Filling;
+use flows::Flows;
 use lanes::Lanes;
 use prompt_logprobs::PromptLogits;
 use request::Request;
 use rows::Rows;
 pub use rows::SamplingRows;
 use sequence::{Order, Sequences};
-use waiting::WaitingList;
 
 /// A planned piece of a prompt: the next `num_tokens` tokens of the sequence in `row`.
 ///
@@ -93,14 +105,34 @@ pub struct Scheduler {
     rows: Rows,
     /// Running sequences that lack one token.
     lanes: Lanes,
-    /// Rows of the other running sequences, in order of arrival.
-    prefilling: Vec<u32>,
+    /// Rows of the other running sequences, by class, in order of arrival.
+    prefilling: [Vec<u32>; 3],
     /// Whether some entry of `prefilling` has lost its sequence, or decodes now.
     prefilling_has_gaps: bool,
-    /// Sequences without a row, in order of arrival.
-    preempted: WaitingList,
-    /// Requests with choices that could start, by slot: those of which some have started first, then the others, each in order of arrival.
-    waiting: WaitingList,
+    /// Who waits: sequences without a row, and requests with choices that could start.
+    flows: Flows,
+    deadlines: Deadlines,
+    /// Rhythm of the steps, and the model of what they cost.
+    pace: Pace,
+    /// Lengths of outputs, and the memory that they will take.
+    growth: Growth,
+    aging: Aging,
+    /// For whom a sequence was displaced that has not started yet.
+    reserved_flow: Option<u32>,
+    /// Step in which a sequence was last displaced for a tenant.
+    displaced_in_step: u64,
+    /// Requests that hold blocks for choices that have not started.
+    num_pinning: usize,
+    /// Running sequences by class.
+    num_running_of: [usize; 3],
+    /// Live requests that started because they were aged.
+    num_shielded: usize,
+    /// Who is passed in the plan being made, and for how many memory was looked for in vain; which classes lack it, now and in the last plan.
+    passed: Vec<PassedBy>,
+    num_misfits: usize,
+    lacks_memory: [bool; 3],
+    lacked_memory: [bool; 3],
+    rules: Rules,
     /// Choices of started requests that have not started.
     num_unstarted_choices: u64,
     /// Plan of the batch in flight, or being made: lanes, and pieces of prompts in no order (`in_batch_order`).
@@ -144,8 +176,8 @@ impl std::fmt::Debug for Scheduler {
             .field("step_id", &self.step_id)
             .field("num_decoding", &self.lanes.num_live())
             .field("prefilling", &self.prefilling)
-            .field("num_waiting", &self.waiting.len())
-            .field("num_preempted", &self.preempted.len())
+            .field("num_waiting", &self.flows.num_listed)
+            .field("num_preempted", &self.flows.num_preempted)
             .field("pool", &format_args!("{} of {} blocks used", self.pool.num_used(), self.pool.num_blocks()))
             .finish_non_exhaustive()
     }
@@ -165,16 +197,30 @@ impl Scheduler {
             || Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits);
         // One event for each live request in one step; several choices each may need more.
         let output = || StepOutput::with_capacity(num_slots, config.max_num_seqs);
+        let has_accounts = config.rules().counts_service() || config.rules().admission == Admission::Estimated;
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),
             requests: std::iter::repeat_with(|| None).take(num_slots).collect(),
-            rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq(), config.block_size),
+            rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq(), config.block_size, has_accounts),
             lanes: Lanes::new(config.max_num_seqs),
-            prefilling: Vec::with_capacity(config.max_num_seqs),
+            prefilling: [Vec::new(), Vec::with_capacity(config.max_num_seqs), Vec::new()],
             prefilling_has_gaps: false,
             sequences: Sequences::new(config.max_num_seqs),
-            preempted: WaitingList::new(config.max_num_seqs),
-            waiting: WaitingList::new(num_slots),
+            flows: Flows::new(config.rules(), num_slots),
+            deadlines: Deadlines::default(),
+            pace: Pace::default(),
+            growth: Growth::default(),
+            aging: Aging::default(),
+            reserved_flow: None,
+            displaced_in_step: 0,
+            num_pinning: 0,
+            num_running_of: [0; 3],
+            num_shielded: 0,
+            passed: Vec::new(),
+            num_misfits: 0,
+            lacks_memory: [false; 3],
+            lacked_memory: [false; 3],
+            rules: Rules::new(&config),
             num_unstarted_choices: 0,
             planned_lanes: PlannedLanes::default(),
             pieces: Vec::with_capacity(config.max_num_seqs),
@@ -244,16 +290,17 @@ impl Scheduler {
         if !is_closed {
             self.check_result(result)?;
         }
-        self.take_controls();
+        self.take_controls(now_ns);
         if is_closed {
             self.end_all_requests();
         } else {
             fault::point("step: commit");
-            self.commit(result);
+            self.commit(result, now_ns);
+            self.expire(now_ns);
         }
         between();
         fault::point("step: plan");
-        self.plan();
+        self.plan(now_ns);
         self.report(now_ns);
         Ok(())
     }
@@ -302,7 +349,7 @@ impl Scheduler {
     /// Cancels are not counted (each is O(1) for each choice, besides giving back its blocks).
     pub fn estimated_work(&self) -> usize {
         let num_queued = self.shared.queue.len();
-        let num_waiting = self.preempted.len() + self.waiting.len() + num_queued;
+        let num_waiting = self.flows.num_preempted + self.flows.num_listed + num_queued;
         let num_ended = if self.shared.queue.is_closed() { num_waiting } else { 0 };
         let num_admissible = num_waiting.min(self.rows.num_free() + self.num_running());
         let chunk_tokens = self.config.max_num_batched_tokens.min(64 * num_admissible);
@@ -352,7 +399,7 @@ impl Scheduler {
 
     fn publish_stats(&mut self) {
         self.stats.num_running = self.num_running() as u64;
-        self.stats.num_waiting = self.preempted.len() as u64 + self.num_unstarted_choices;
+        self.stats.num_waiting = self.flows.num_preempted as u64 + self.num_unstarted_choices;
         self.stats.num_free_blocks = self.pool.num_free() as u64;
         self.stats.num_cached_blocks = self.pool.num_cached() as u64;
         self.stats.num_used_blocks = self.pool.num_used() as u64;
@@ -386,7 +433,13 @@ impl Scheduler {
         self.request(self.sequences[self.rows.get(row).sequence].request.slot()).num_prompt_tokens
     }
 
-    /// Place of a running sequence in the order of arrival.
+    /// Flow of a running sequence.
+    fn flow_of(&self, row: u32) -> u32 {
+        let of_slot = || self.flows.of(self.sequences[self.rows.get(row).sequence].request.slot());
+        self.rows.flow(row).unwrap_or_else(of_slot)
+    }
+
+    /// Place of a running sequence in the order of service.
     fn order(&self, row: u32) -> Order {
         self.sequences[self.rows.get(row).sequence].order
     }
@@ -410,6 +463,45 @@ impl Scheduler {
 
     fn is_static(&self) -> bool {
         self.config.policy == Policy::Static
+    }
+}
+
+/// The rules of the policy that are looked at in every step.
+#[derive(Debug, Clone)]
+struct Rules {
+    admission: Admission,
+    victim: policy::Victim,
+    orders_by_deadline: bool,
+    /// Service is counted, for tenants' shares or for their rates.
+    counts_service: bool,
+    max_overtakes: u8,
+    max_preemptions: u8,
+    max_prefill_interval: u32,
+    max_batch_pause_steps: u32,
+    aging_ns: u64,
+    aged_share: f64,
+    /// Starts of others after which the oldest aged request is next.
+    aged_interval: u32,
+    class_caps: [usize; 3],
+}
+
+impl Rules {
+    fn new(config: &SchedulerConfig) -> Self {
+        let policy = config.rules();
+        Self {
+            admission: policy.admission,
+            victim: policy.victim,
+            orders_by_deadline: policy.order == policy::Order::Edf,
+            counts_service: policy.counts_service(),
+            max_overtakes: policy.max_overtakes,
+            max_preemptions: policy.max_preemptions,
+            max_prefill_interval: policy.max_prefill_interval,
+            max_batch_pause_steps: policy.max_batch_pause_steps,
+            aging_ns: (policy.aging_s * 1e9) as u64,
+            aged_share: policy.aged_share,
+            aged_interval: policy.aged_interval(),
+            class_caps: policy.classes.each_ref().map(|class| class.max_num_seqs.unwrap_or(usize::MAX)),
+        }
     }
 }
 

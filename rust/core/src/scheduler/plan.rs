@@ -1,6 +1,18 @@
-//! Plan: fill the token budget — decodes first, then chunks of running prompts, then newcomers — and write the batch.
+//! Plan: fill the budget and write the batch.
+//!
+//! Order of service: interactive and standard decodes; their prompts, running ones and newcomers; batch decodes; their prompts. Before all of it
+//! comes who is owed a start (`displace.rs`). Batch decodes come right after the others when these leave room anyway, and after
+//! `max_batch_pause_steps` whatever they leave.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use super::admit::Look;
+use super::budget::Budget;
+use super::flows::Turn;
+use super::sequence::Order;
 use super::{Planned, PromptLogits, Scheduler};
+use crate::policy::Class;
 
 /// Pieces of a plan in the order of the batch: those of one token, then the longer ones, each as they were planned.
 pub(super) fn in_batch_order(pieces: &[Planned]) -> impl Iterator<Item = Planned> + '_ {
@@ -9,9 +21,17 @@ pub(super) fn in_batch_order(pieces: &[Planned]) -> impl Iterator<Item = Planned
     singles.chain(chunks)
 }
 
+/// Rows of running prompts in the order in which they get their chunks.
+enum Line {
+    /// By arrival: this many of the class were served.
+    ByArrival(usize),
+    /// Least served flow first; within it by arrival.
+    ByService(BinaryHeap<Reverse<(Turn, Order, u32)>>),
+}
+
 impl Scheduler {
-    /// Plans the next batch. Each pass takes from the token budget what the one before has left.
-    pub(super) fn plan(&mut self) {
+    /// Plans the next batch. Each pass takes from the budget what the ones before have left.
+    pub(super) fn plan(&mut self, now_ns: u64) {
         self.close_gaps();
         self.step_id += 1;
         // A call that waits plans several times: what it committed stays readable until it returns.
@@ -25,43 +45,199 @@ impl Scheduler {
         self.pieces.clear();
         self.filling.clear();
         self.prompt_logits = PromptLogits::default();
-        let num_preemptions = self.stats.num_preemptions;
+        self.num_misfits = 0;
+        self.lacked_memory = std::mem::take(&mut self.lacks_memory);
         let is_paused = self.shared.plan_pause();
-        if self.is_static() && self.num_running() == 0 {
+        if self.is_static() {
+            self.plan_group(is_paused);
+        } else {
+            self.plan_classes(is_paused, now_ns);
+        }
+        self.write_batch(now_ns);
+    }
+
+    fn plan_group(&mut self, is_paused: bool) {
+        if self.num_running() == 0 {
             self.admit_group(is_paused);
         }
-        let budget = self.plan_decodes(self.config.max_num_batched_tokens);
-        let budget = self.plan_chunks(budget);
+        let mut budget = Budget { tokens: self.config.max_num_batched_tokens, time_ns: f64::INFINITY, owed: 0 };
+        self.plan_lanes(0..self.lanes.len(), &mut budget);
         self.close_prefilling_gaps();
-        // After a preemption memory is short: whoever is admitted now would be displaced next.
-        if !self.is_static() && self.stats.num_preemptions == num_preemptions {
-            self.admit(budget, is_paused);
-        }
-        self.write_batch();
+        self.plan_prompts(Class::Standard, &mut budget, false, is_paused);
     }
 
-    /// Schedules the prompts (or recomputed tokens) that are under way, oldest first.
-    fn plan_chunks(&mut self, mut budget: usize) -> usize {
-        for index in 0..self.prefilling.len() {
-            if budget == 0 {
+    fn plan_classes(&mut self, is_paused: bool, now_ns: u64) {
+        let mut budget = self.begin_budget();
+        let blocked_from = self.make_way(is_paused, now_ns);
+        let num_preemptions = self.stats.num_preemptions;
+        let num_lanes = self.lanes.len();
+        let num_urgent = self.num_urgent_lanes();
+        let is_batch_due = self.pace.num_batch_due > 0;
+        let is_contended =
+            budget.is_timed() || self.has_prompts(Class::Interactive) || self.has_prompts(Class::Standard);
+        let num_first = if is_batch_due || !is_contended { num_lanes } else { num_urgent };
+        let mut has_left_out = !self.plan_lanes(0..num_first, &mut budget);
+        self.close_prefilling_gaps();
+        self.pace.token_budget = self.config.max_num_batched_tokens as u64;
+        self.plan_shielded(&mut budget);
+        let num_pieces = self.pieces.len();
+        // After a preemption memory is short: whoever is admitted now would be displaced next.
+        let may_admit = |this: &Self, class: Class| {
+            (class as usize) < blocked_from && this.stats.num_preemptions == num_preemptions
+        };
+        for class in [Class::Interactive, Class::Standard] {
+            let may_admit = may_admit(self, class);
+            self.plan_prompts(class, &mut budget, may_admit, is_paused);
+        }
+        if num_first < num_lanes {
+            has_left_out |= !self.plan_batch_lanes(num_first, &mut budget);
+            self.close_prefilling_gaps();
+        }
+        let may_admit = may_admit(self, Class::Batch);
+        self.plan_prompts(Class::Batch, &mut budget, may_admit, is_paused);
+        self.end_admission();
+        self.note_left_out(num_urgent < num_lanes && has_left_out, self.pieces.len() > num_pieces);
+    }
+
+    /// Lanes of the classes whose decodes advance in every step.
+    fn num_urgent_lanes(&self) -> usize {
+        let has_batch = self.lanes.orders.last().is_some_and(|order| order.class() == Class::Batch);
+        if has_batch { self.lanes.first_from(Order::first_of(Class::Batch)) } else { self.lanes.len() }
+    }
+
+    /// Whether prompts of a class run or may be waiting.
+    fn has_prompts(&self, class: Class) -> bool {
+        !self.prefilling[class as usize].is_empty() || self.flows.may_wait(class)
+    }
+
+    /// Keeps count of those who had to wait.
+    fn note_left_out(&mut self, has_left_out_batch: bool, has_prefilled: bool) {
+        let pace = &mut self.pace;
+        let is_denied = std::mem::take(&mut pace.has_denied_prompt) && !has_prefilled;
+        pace.num_without_prefill = if is_denied { pace.num_without_prefill + 1 } else { 0 };
+        pace.num_batch_pauses = if has_left_out_batch { pace.num_batch_pauses + 1 } else { 0 };
+        if pace.num_batch_due == 0 && pace.num_batch_pauses + 1 >= self.rules.max_batch_pause_steps {
+            let num_batch = self.lanes.len() - self.lanes.first_from(Order::first_of(Class::Batch));
+            pace.num_batch_due = num_batch;
+        }
+    }
+
+    /// Schedules prompts (or recomputed tokens) of a class that are under way, and admits newcomers, while the budget lasts.
+    pub(super) fn plan_prompts(&mut self, class: Class, budget: &mut Budget, may_admit: bool, is_paused: bool) {
+        let mut line = self.line_of(class);
+        let mut parked = Vec::new();
+        loop {
+            if budget.tokens == 0 {
                 break;
             }
-            let row = self.prefilling[index];
-            if self.rows.get(row).is_prefilling() {
-                budget -= self.plan_chunk(row, budget);
+            let row_turn = self.next_in_line(class, &mut line);
+            let flow_turn = if may_admit { self.next_flow(class, budget) } else { None };
+            match (row_turn, flow_turn) {
+                (None, None) => break,
+                (Some((row, turn)), flow_turn)
+                    if flow_turn.is_none_or(|other| turn <= other || !self.flows.is_fair) =>
+                {
+                    line.advance();
+                    self.plan_chunk(row, budget);
+                }
+                (_, Some(turn)) => {
+                    if self.admit_next(turn.flow, budget, is_paused) == Look::Closed {
+                        self.flows.park(class, &mut parked);
+                    }
+                }
+                (Some(_), None) => unreachable!("without a waiting flow the row is next"),
             }
         }
-        budget
+        self.flows.unpark(class, &mut parked);
     }
 
-    /// Schedules the next tokens of a row within `budget`; returns how many, 0 if no logits are left for a prompt that wants them.
-    pub(super) fn plan_chunk(&mut self, row: u32, budget: usize) -> usize {
+    /// The waiting flow that is next, if anybody could start.
+    fn next_flow(&mut self, class: Class, budget: &Budget) -> Option<Turn> {
+        let is_full = self.num_running_of[class as usize] >= self.rules.class_caps[class as usize];
+        if self.rows.num_free() == 0 || is_full || self.is_short_for(class) {
+            return None;
+        }
+        if self.is_spent(budget, 0) {
+            self.pace.has_denied_prompt |= self.flows.may_wait(class);
+            return None;
+        }
+        self.flows.peek(class)
+    }
+
+    fn line_of(&self, class: Class) -> Line {
+        let rows = &self.prefilling[class as usize];
+        if !self.flows.is_fair || rows.len() < 2 && !self.flows.may_wait(class) {
+            return Line::ByArrival(0);
+        }
+        let place = |&row: &u32| Reverse((self.flows.turn(self.flow_of(row)), self.order(row), row));
+        Line::ByService(rows.iter().map(place).collect())
+    }
+
+    fn next_in_line(&self, class: Class, line: &mut Line) -> Option<(u32, Turn)> {
+        match line {
+            Line::ByArrival(index) => {
+                let rows = &self.prefilling[class as usize];
+                // Some may have been served before their turn.
+                while rows.get(*index).is_some_and(|&row| self.rows.get(row).is_planned) {
+                    *index += 1;
+                }
+                let &row = rows.get(*index)?;
+                Some((row, self.flows.turn(self.flow_of(row))))
+            }
+            Line::ByService(heap) => loop {
+                let &Reverse((turn, order, row)) = heap.peek()?;
+                let now = self.flows.turn(self.flow_of(row));
+                if self.rows.get(row).is_planned {
+                    heap.pop();
+                } else if now.service > turn.service {
+                    // The flow was served meanwhile.
+                    heap.pop();
+                    heap.push(Reverse((now, order, row)));
+                } else {
+                    return Some((row, now));
+                }
+            },
+        }
+    }
+
+    /// Schedules some of the prompts of those that started because they were aged, whatever else there is.
+    fn plan_shielded(&mut self, budget: &mut Budget) {
+        if self.num_shielded == 0 {
+            return;
+        }
+        let share = (self.config.max_num_batched_tokens as f64 * self.rules.aged_share) as usize;
+        let mut left = share.max(self.config.block_size).min(budget.tokens);
+        for class in [Class::Standard, Class::Batch] {
+            for index in 0..self.prefilling[class as usize].len() {
+                let row = self.prefilling[class as usize][index];
+                let slot = self.sequences[self.rows.get(row).sequence].request.slot();
+                if left == 0 || !self.request(slot).is_shielded {
+                    continue;
+                }
+                let mut part = Budget { tokens: left, time_ns: f64::INFINITY, owed: 0 };
+                let start = self.rows.get(row).num_computed_tokens as usize;
+                let num_tokens = self.plan_chunk(row, &mut part);
+                left -= num_tokens;
+                self.spend_chunk(budget, start, num_tokens);
+            }
+        }
+    }
+
+    /// Schedules the next tokens of a row within `budget`; returns how many, 0 if no time is left, or no logits for a prompt that wants them.
+    pub(super) fn plan_chunk(&mut self, row: u32, budget: &mut Budget) -> usize {
         let num_remaining = self.num_remaining_tokens(row);
-        let num_tokens = budget.min(self.config.max_chunk_tokens()).min(num_remaining);
+        let start = self.rows.get(row).num_computed_tokens as usize;
+        let wanted = self.config.max_chunk_tokens().min(num_remaining);
+        let num_tokens = self.chunk_limit(budget, start, wanted);
+        if num_tokens == 0 {
+            self.pace.has_denied_prompt = true;
+            return 0;
+        }
         let (num_tokens, num_prompt_logits) = self.plan_prompt_logits(row, num_tokens);
         if num_tokens == 0 {
             return 0;
         }
+        self.spend_chunk(budget, start, num_tokens);
         let state = self.rows.get_mut(row);
         state.is_planned = true;
         let is_sampled = num_tokens == num_remaining;
@@ -70,6 +246,10 @@ impl Scheduler {
         let planned = Planned { row, num_tokens: num_tokens as u32, num_prompt_logits, num_logprobs, is_sampled };
         self.note_filling(planned);
         self.pieces.push(planned);
+        if self.flows.is_fair {
+            let num_new = self.rows.charge_up_to(row, (start + num_tokens) as u32);
+            self.flows.charge(self.flow_of(row), u64::from(num_new));
+        }
         num_tokens
     }
 
@@ -79,5 +259,15 @@ impl Scheduler {
             return -1;
         }
         self.request(self.sequences[sequence].request.slot()).extras().num_logprobs
+    }
+}
+
+impl Line {
+    /// The first one has had its turn.
+    fn advance(&mut self) {
+        match self {
+            Self::ByArrival(index) => *index += 1,
+            Self::ByService(heap) => drop(heap.pop()),
+        }
     }
 }

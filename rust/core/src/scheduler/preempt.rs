@@ -1,10 +1,13 @@
 //! Growing a decoding sequence by a block, and whom it displaces when the pool is exhausted: pins of choices that have not started,
-//! then newer sequences.
+//! then sequences of lower classes and newer ones of its own.
 
 use super::Scheduler;
+use super::flows::OUTPUT_COST;
 use super::lanes::NO_SLOT;
 use super::sequence::Known;
-use crate::block::BlockId;
+use crate::block::{BlockId, NONE};
+use crate::policy::Victim;
+use crate::request::RequestId;
 
 impl Scheduler {
     /// Makes sure that the next token of a lane has a slot, preempting newer sequences if it must.
@@ -46,11 +49,24 @@ impl Scheduler {
         true
     }
 
-    /// The newest sequence not older than `row`'s whose blocks would become free, and that is not in this plan already.
+    /// The sequence after `row`'s, in the order of service, that the policy displaces: one whose blocks would become free, and that is not in
+    /// this plan already.
     ///
     /// A sequence all of whose blocks have other holders is chosen only if no other is left: displacing it gains nothing by itself.
     /// `None` if the only one left is `row` and a newer sequence is in the plan: then it waits for its turn instead.
     fn pick_victim(&self, row: u32) -> Option<u32> {
+        if self.rules.victim == Victim::Cost {
+            let beneficiary = self.order(row);
+            let others = self.running_newest_first().take_while(|&other| self.order(other) > beneficiary);
+            let others = others.filter(|&other| !self.rows.get(other).is_planned && self.frees_capacity(other));
+            if let Some(victim) = self.cheapest(others) {
+                return Some(victim);
+            }
+        }
+        self.pick_newest(row)
+    }
+
+    fn pick_newest(&self, row: u32) -> Option<u32> {
         let beneficiary = self.order(row);
         let mut newest = None;
         let mut newer_is_planned = false;
@@ -74,11 +90,11 @@ impl Scheduler {
         newest
     }
 
-    /// Rows of running sequences in reverse order of arrival: lanes and prefilling rows, merged.
-    fn running_newest_first(&self) -> impl Iterator<Item = u32> + '_ {
+    /// Rows of running sequences, last in the order of service first: lanes and prefilling rows, merged.
+    pub(super) fn running_newest_first(&self) -> impl Iterator<Item = u32> + '_ {
         let mut decoding = (0..self.lanes.len()).rev().filter_map(|lane| self.lanes.row(lane)).peekable();
-        let mut prefilling =
-            self.prefilling.iter().rev().copied().filter(|&row| self.rows.get(row).is_prefilling()).peekable();
+        let prefilling = self.prefilling.iter().rev().flat_map(|rows| rows.iter().rev().copied());
+        let mut prefilling = prefilling.filter(|&row| self.rows.get(row).is_prefilling()).peekable();
         let order = |row: Option<&u32>| row.map(|&row| self.order(row));
         std::iter::from_fn(move || {
             if order(decoding.peek()) > order(prefilling.peek()) { decoding.next() } else { prefilling.next() }
@@ -93,19 +109,23 @@ impl Scheduler {
 
     /// Takes row and blocks from a running sequence; it computes its tokens again when it is admitted next,
     /// before anything that has not started.
-    fn preempt(&mut self, row: u32) {
+    pub(super) fn preempt(&mut self, row: u32) {
         let num_lost_tokens = self.num_computed_tokens(row);
         let known = self.recall(row);
         let state = *self.rows.get(row);
         self.release_row(row);
         let sequence = &mut self.sequences[state.sequence];
-        sequence.row = None;
+        sequence.row = NONE;
         sequence.num_lost_tokens = num_lost_tokens;
+        sequence.num_charged_tokens = self.rows.num_charged_tokens(row);
         if let Some(known) = known {
             sequence.known = Some(Box::new(known));
         }
-        let (sequences, order) = (&self.sequences, self.sequences[state.sequence].order);
-        self.preempted.insert_before_first(state.sequence, |other| sequences[other].order > order);
+        let slot = sequence.request.slot();
+        let order = sequence.order;
+        self.flows.push_preempted(self.flows.of(slot), order, state.sequence);
+        let request = self.request_mut(slot);
+        request.num_preemptions = request.num_preemptions.saturating_add(1);
         self.stats.num_preemptions += 1;
     }
 
@@ -136,11 +156,28 @@ impl Scheduler {
         while let Some(block) = self.rows.pop_block(row) {
             self.pool.release(block).expect("a block in a table is held");
         }
+        let flow = self.flow_of(row);
         if self.rows.get(row).is_decoding {
-            self.lanes.vacate(self.lanes.locate(self.order(row)));
+            let lane = self.lanes.locate(self.order(row));
+            if self.rules.counts_service {
+                self.charge_output(row, self.lanes.num_tokens[lane] as u32);
+            }
+            let slot = RequestId::from_u64(self.lanes.request_ids[lane]).slot();
+            self.pace.remove_target(self.request(slot).extras().target_itl_us);
+            self.lanes.vacate(lane);
         } else {
             self.prefilling_has_gaps = true;
         }
+        let entry = self.flows.get_mut(flow);
+        entry.num_running -= 1;
+        self.num_running_of[entry.class as usize] -= 1;
+        self.growth.forget_plan();
         self.rows.release(row);
+    }
+
+    /// Counts the output tokens of a decoding sequence, which now knows `num_tokens`, that were not counted yet.
+    pub(super) fn charge_output(&mut self, row: u32, num_tokens: u32) {
+        let num_new = self.rows.charge_up_to(row, num_tokens);
+        self.flows.charge(self.flow_of(row), OUTPUT_COST * u64::from(num_new));
     }
 }

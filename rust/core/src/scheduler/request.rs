@@ -29,8 +29,6 @@ pub(super) struct Request {
     pub(super) extras: Option<Box<Extras>>,
     /// First of the choices that have started and not ended, or `NONE`.
     pub(super) first_sequence: u32,
-    /// Who computes the prompt for the choices that have not started.
-    pub(super) fork: Fork,
     pub(super) num_choices: u8,
     /// Choices that were ever admitted; they start in order.
     pub(super) num_started_choices: u8,
@@ -38,12 +36,16 @@ pub(super) struct Request {
     pub(super) num_live_choices: u8,
     /// Steps it waited for a block that another sequence was filling.
     pub(super) num_deferrals: u8,
-    /// Later arrivals admitted while it waited so.
+    /// Later arrivals of its flow admitted before it.
     pub(super) num_overtaken: u8,
+    /// Times that one of its sequences was preempted, up to 255.
+    pub(super) num_preemptions: u8,
+    /// It started because it was aged: it is a victim only for memory safety, and its prompt gets a share of every step.
+    pub(super) is_shielded: bool,
     pub(super) ignore_eos: bool,
 }
 
-const _: () = assert!(size_of::<Request>() <= 96, "a request is part of what a running sequence costs");
+const _: () = assert!(size_of::<Request>() <= 88, "a request is part of what a running sequence costs");
 
 /// What few requests have: wishes besides the usual ones, or several choices.
 #[derive(Debug, PartialEq)]
@@ -63,6 +65,13 @@ pub(super) struct Extras {
     pub(super) prompt_logprobs: Option<u32>,
     /// Leading positions of the prompt for which they were told, the first one aside.
     pub(super) num_told_prompt_logprobs: u32,
+    /// Times, on the scheduler's clock; `u64::MAX` = none. The first counts until it starts.
+    pub(super) ttft_deadline_ns: u64,
+    pub(super) deadline_ns: u64,
+    /// Latency target in microseconds; 0 = none.
+    pub(super) target_itl_us: u32,
+    /// Who computes the prompt for the choices that have not started.
+    fork: Fork,
     /// Full blocks of the prompt that wait for choices that have not started, first to last.
     pins: Vec<BlockId>,
 }
@@ -80,6 +89,10 @@ static NO_EXTRAS: Extras = Extras {
     num_logprobs: -1,
     prompt_logprobs: None,
     num_told_prompt_logprobs: 0,
+    ttft_deadline_ns: u64::MAX,
+    deadline_ns: u64::MAX,
+    target_itl_us: 0,
+    fork: Fork::Absent,
     pins: Vec::new(),
 };
 
@@ -91,13 +104,19 @@ pub(super) struct Entry {
     pub(super) root: RootId,
     pub(super) root_hash: u64,
     pub(super) max_tokens: u32,
+    /// `u64::MAX` = none.
+    pub(super) ttft_deadline_ns: u64,
+    pub(super) deadline_ns: u64,
+    /// 0 = none.
+    pub(super) target_itl_us: u32,
     /// Chained hash of each full block of the prompt.
     pub(super) hashes: Vec<u64>,
 }
 
 impl Request {
     pub(super) fn new(spec: RequestSpec, entry: Entry) -> Self {
-        let Entry { id, arrival, seed, root, root_hash, max_tokens, hashes } = entry;
+        let Entry { id, arrival, seed, root, root_hash, max_tokens, .. } = entry;
+        let Entry { ttft_deadline_ns, deadline_ns, target_itl_us, hashes, .. } = entry;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u32;
         let num_choices = u8::try_from(spec.n).expect("a request has at most MAX_CHOICES choices");
         let (sampling, tokens) = (spec.sampling, spec.prompt_token_ids);
@@ -113,6 +132,10 @@ impl Request {
             num_logprobs: sampling.logprobs.map_or(-1, |count| count as i8),
             prompt_logprobs: spec.prompt_logprobs,
             num_told_prompt_logprobs: 0,
+            ttft_deadline_ns,
+            deadline_ns,
+            target_itl_us,
+            fork: Fork::Absent,
             pins: Vec::new(),
         };
         let has_extras = num_choices > 1 || extras != NO_EXTRAS;
@@ -131,12 +154,13 @@ impl Request {
             min_p: sampling.min_p,
             extras: has_extras.then(|| Box::new(extras)),
             first_sequence: NONE,
-            fork: Fork::Absent,
             num_choices,
             num_started_choices: 0,
             num_live_choices: num_choices,
             num_deferrals: 0,
             num_overtaken: 0,
+            num_preemptions: 0,
+            is_shielded: false,
             ignore_eos: spec.ignore_eos,
         }
     }
@@ -148,6 +172,16 @@ impl Request {
     /// The prompt of a request with a choice that has not started.
     pub(super) fn prompt(&self) -> &Known {
         self.prompt.as_ref().expect("the prompt goes with the last choice")
+    }
+
+    /// Who computes the prompt for the choices that have not started.
+    pub(super) fn fork(&self) -> Fork {
+        self.extras().fork
+    }
+
+    /// Sets that; only of a request that has several choices.
+    pub(super) fn set_fork(&mut self, fork: Fork) {
+        self.extras.as_mut().expect("a request with several choices has room for it").fork = fork;
     }
 
     /// Full blocks of the prompt that wait for choices that have not started, first to last.
@@ -165,6 +199,13 @@ impl Request {
         (self.max_num_tokens as usize - 1).div_ceil(block_size)
     }
 
+    /// When it is dropped, or ended if it has started.
+    pub(super) fn next_deadline_ns(&self) -> Option<u64> {
+        let extras = self.extras();
+        let ttft = if self.is_started() { u64::MAX } else { extras.ttft_deadline_ns };
+        Some(ttft.min(extras.deadline_ns)).filter(|&deadline| deadline != u64::MAX)
+    }
+
     /// Whether a choice was ever admitted: the queue reservation is given back then.
     pub(super) fn is_started(&self) -> bool {
         self.num_started_choices > 0
@@ -176,7 +217,7 @@ impl Request {
 
     /// Whether a choice of it could start, if there is room.
     pub(super) fn is_waiting(&self) -> bool {
-        self.num_unstarted_choices() > 0 && !matches!(self.fork, Fork::UnderWay { .. })
+        self.num_unstarted_choices() > 0 && !matches!(self.fork(), Fork::UnderWay { .. })
     }
 
     /// Positions of the prompt whose log-probabilities are wanted and were not told.

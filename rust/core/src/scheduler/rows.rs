@@ -73,18 +73,30 @@ pub(crate) struct Rows {
     /// `[max_num_seqs, block_size]`: tokens of the last, partly filled block of each decoding sequence.
     tails: Vec<i32>,
     block_size: usize,
+    /// Blocks that the sequences in rows may need besides those they hold.
+    num_growth: usize,
+    /// Flow of each sequence, tokens that were charged to it, and blocks found that others held when it was admitted. Empty if the policy
+    /// needs none of it.
+    flows: Vec<u32>,
+    num_charged: Vec<u32>,
+    num_shared: Vec<u32>,
     pub(crate) sampling: SamplingRows,
     freed: Vec<i32>,
 }
 
 impl Rows {
-    pub(crate) fn new(max_num_seqs: usize, max_blocks: usize, block_size: usize) -> Self {
+    pub(crate) fn new(max_num_seqs: usize, max_blocks: usize, block_size: usize, has_accounts: bool) -> Self {
+        let num_counted = if has_accounts { max_num_seqs } else { 0 };
         Self {
             states: table_of(Row::FREE, max_num_seqs),
             free: FreeRows::new(max_num_seqs),
             num_growing: 0,
             tails: zeroed_table(max_num_seqs * block_size),
             block_size,
+            num_growth: 0,
+            flows: table_of(0, num_counted),
+            num_charged: table_of(0, num_counted),
+            num_shared: table_of(0, num_counted),
             tables: BlockTables { ids: zeroed_table(max_num_seqs * max_blocks), max_blocks },
             sampling: SamplingRows::new(max_num_seqs),
             freed: Vec::with_capacity(max_num_seqs),
@@ -108,10 +120,48 @@ impl Rows {
         self.num_growing
     }
 
+    /// Blocks that running sequences may need at most besides those they hold.
+    pub(crate) fn num_growth(&self) -> usize {
+        self.num_growth
+    }
+
+    /// Notes whose the sequence in a row is, and that its first `num_charged` tokens need not be charged.
+    pub(crate) fn enter_flow(&mut self, row: u32, flow: u32, num_charged: u32, num_shared: u32) {
+        if !self.flows.is_empty() {
+            self.flows[row as usize] = flow;
+            self.num_charged[row as usize] = num_charged;
+            self.num_shared[row as usize] = num_shared;
+        }
+    }
+
+    /// Flow of the row's sequence, if the policy counts service.
+    pub(crate) fn flow(&self, row: u32) -> Option<u32> {
+        self.flows.get(row as usize).copied()
+    }
+
+    /// Leading tokens of the row's last sequence that were charged.
+    pub(crate) fn num_charged_tokens(&self, row: u32) -> u32 {
+        self.num_charged.get(row as usize).copied().unwrap_or(0)
+    }
+
+    /// Charges the tokens below `end`; returns how many of them were not yet.
+    pub(crate) fn charge_up_to(&mut self, row: u32, end: u32) -> u32 {
+        let num_charged = &mut self.num_charged[row as usize];
+        let num_new = end.saturating_sub(*num_charged);
+        *num_charged += num_new;
+        num_new
+    }
+
+    /// Blocks that a row's sequence gives back when it ends, as far as it can be told: those it did not find with others.
+    pub(crate) fn num_own_blocks(&self, row: u32) -> u32 {
+        self.states[row as usize].num_blocks.saturating_sub(self.num_shared[row as usize])
+    }
+
     /// Gives the lowest free row to a sequence.
     pub(crate) fn acquire(&mut self, state: Row) -> u32 {
         let row = self.free.take_lowest().expect("the caller has seen a free row");
         self.num_growing += usize::from(state.may_grow());
+        self.num_growth += (state.max_blocks - state.num_blocks) as usize;
         self.states[row as usize] = state;
         row
     }
@@ -120,6 +170,7 @@ impl Rows {
     pub(crate) fn release(&mut self, row: u32) {
         debug_assert_eq!(self.states[row as usize].num_blocks, 0, "blocks are released before their row");
         self.num_growing -= usize::from(self.states[row as usize].may_grow());
+        self.num_growth -= self.states[row as usize].max_blocks as usize;
         self.states[row as usize] = Row::FREE;
         self.free.put(row);
         self.freed.push(row as i32);
@@ -152,6 +203,7 @@ impl Rows {
         let column = state.num_blocks;
         let could_grow = state.may_grow();
         state.num_blocks = column + 1;
+        self.num_growth -= 1;
         self.num_growing -= usize::from(could_grow && !state.may_grow());
         self.tables.set(row, column, block);
     }
@@ -162,6 +214,7 @@ impl Rows {
         let could_grow = state.may_grow();
         state.num_blocks = state.num_blocks.checked_sub(1)?;
         self.num_growing += usize::from(!could_grow && state.may_grow());
+        self.num_growth += 1;
         let column = state.num_blocks;
         Some(self.tables.get(row, column))
     }

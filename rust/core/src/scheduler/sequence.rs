@@ -4,21 +4,38 @@
 //! 2. Its tokens are listed here (`known`) while it waits and until all but the last are computed. From then on they stand in the block pool
 //!    and in its row's tail (`lanes.rs`), and are listed again if it is preempted.
 //! 3. While it runs, its row or its lane is the only owner of how much is computed.
-//! 4. There are never more sequences than rows: a choice starts only when no preempted one waits.
+//! 4. Without classes and tenants there are never more sequences than rows: a choice starts only when no preempted one waits. Otherwise
+//!    a displaced sequence may wait while others start, up to `MAX_PER_ROW` sequences for each row.
 
 use std::ops::{Index, IndexMut};
 
 use crate::block::NONE;
 use crate::hash::PrefixHasher;
+use crate::policy::Class;
 use crate::request::{MAX_CHOICES, RequestId};
 
-/// Place of a choice in the order of arrival: requests by arrival, and the choices of a request by number.
+/// Most sequences for each row, running and preempted.
+pub(super) const MAX_PER_ROW: usize = 4;
+
+/// Place of a choice in the order of service: by class, then requests by arrival, and the choices of a request by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(super) struct Order(u64);
 
+/// Where the class stands in an order.
+const CLASS_SHIFT: u32 = 62;
+
 impl Order {
-    pub(super) fn new(arrival: u64, choice: u32) -> Self {
-        Self(arrival * u64::from(MAX_CHOICES) + u64::from(choice))
+    pub(super) fn new(class: Class, arrival: u64, choice: u32) -> Self {
+        Self((class as u64) << CLASS_SHIFT | (arrival * u64::from(MAX_CHOICES) + u64::from(choice)))
+    }
+
+    /// The place before everything of a class.
+    pub(super) fn first_of(class: Class) -> Self {
+        Self((class as u64) << CLASS_SHIFT)
+    }
+
+    pub(super) fn class(self) -> Class {
+        Class::ALL[(self.0 >> CLASS_SHIFT) as usize]
     }
 
     pub(super) fn choice(self) -> u32 {
@@ -62,17 +79,34 @@ pub(super) struct Sequence {
     pub(super) order: Order,
     /// Absent = it decodes.
     pub(super) known: Option<Box<Known>>,
-    /// Absent = it was preempted and waits.
-    pub(super) row: Option<u32>,
+    /// `NONE` = it was preempted and waits.
+    pub(super) row: u32,
     /// Computed tokens lost to a preemption and not yet computed again.
     pub(super) num_lost_tokens: u32,
+    /// Leading tokens that were charged to its tenant before it was preempted.
+    pub(super) num_charged_tokens: u32,
     /// The next choice of the request that has started and not ended, or `NONE`.
     pub(super) next_sibling: u32,
 }
 
-const _: () = assert!(size_of::<Option<Sequence>>() <= 40, "a sequence is part of what a running one costs");
+const _: () = assert!(size_of::<Sequence>() <= 40, "a sequence is part of what a running one costs");
 
 impl Sequence {
+    /// What stands at a number that no sequence has.
+    const ABSENT: Self = Self {
+        request: RequestId::NONE,
+        order: Order(0),
+        known: None,
+        row: NONE,
+        num_lost_tokens: 0,
+        num_charged_tokens: 0,
+        next_sibling: NONE,
+    };
+
+    pub(super) fn is_running(&self) -> bool {
+        self.row != NONE
+    }
+
     /// What a sequence knows that waits or computes more than its last token.
     pub(super) fn known(&self) -> &Known {
         self.known.as_ref().expect("only a decoding sequence has given up its list of tokens")
@@ -86,25 +120,41 @@ impl Sequence {
 /// All sequences, by number.
 #[derive(Debug)]
 pub(super) struct Sequences {
-    entries: Vec<Option<Sequence>>,
+    entries: Vec<Sequence>,
     free: Vec<u32>,
+    max_len: usize,
 }
 
 impl Sequences {
+    /// Room for as many sequences as there are rows; more can be made, up to `MAX_PER_ROW` for each.
     pub(super) fn new(max_num_seqs: usize) -> Self {
-        let entries = std::iter::repeat_with(|| None).take(max_num_seqs).collect();
-        Self { entries, free: (0..max_num_seqs as u32).rev().collect() }
+        Self {
+            entries: std::iter::repeat_with(|| Sequence::ABSENT).take(max_num_seqs).collect(),
+            free: (0..max_num_seqs as u32).rev().collect(),
+            max_len: max_num_seqs * MAX_PER_ROW,
+        }
+    }
+
+    /// Whether no further choice may start.
+    pub(super) fn is_full(&self) -> bool {
+        self.free.is_empty() && self.entries.len() >= self.max_len
     }
 
     pub(super) fn insert(&mut self, sequence: Sequence) -> u32 {
-        let index = self.free.pop().expect("there are no more sequences than rows");
-        self.entries[index as usize] = Some(sequence);
-        index
+        assert!(!self.is_full(), "the caller has seen room for a sequence");
+        if let Some(index) = self.free.pop() {
+            self.entries[index as usize] = sequence;
+            return index;
+        }
+        self.entries.push(sequence);
+        self.entries.len() as u32 - 1
     }
 
     pub(super) fn remove(&mut self, index: u32) -> Sequence {
+        let sequence = std::mem::replace(&mut self.entries[index as usize], Sequence::ABSENT);
+        assert_ne!(sequence.request, RequestId::NONE, "a sequence ends once");
         self.free.push(index);
-        self.entries[index as usize].take().expect("a sequence ends once")
+        sequence
     }
 
     /// Sequences of one request in the order of their choices, from its first one on.
@@ -116,7 +166,7 @@ impl Sequences {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> {
-        (0..).zip(&self.entries).filter_map(|(index, entry)| entry.as_ref().map(|sequence| (index, sequence)))
+        (0..).zip(&self.entries).filter(|(_, sequence)| sequence.request != RequestId::NONE)
     }
 }
 
@@ -124,13 +174,17 @@ impl Index<u32> for Sequences {
     type Output = Sequence;
 
     fn index(&self, index: u32) -> &Sequence {
-        self.entries[index as usize].as_ref().expect("a listed sequence lives")
+        let sequence = &self.entries[index as usize];
+        debug_assert_ne!(sequence.request, RequestId::NONE, "a listed sequence lives");
+        sequence
     }
 }
 
 impl IndexMut<u32> for Sequences {
     fn index_mut(&mut self, index: u32) -> &mut Sequence {
-        self.entries[index as usize].as_mut().expect("a listed sequence lives")
+        let sequence = &mut self.entries[index as usize];
+        debug_assert_ne!(sequence.request, RequestId::NONE, "a listed sequence lives");
+        sequence
     }
 }
 
@@ -141,7 +195,17 @@ mod tests {
     #[test]
     fn choices_of_a_request_stand_between_it_and_the_next() {
         let last = MAX_CHOICES - 1;
-        assert!(Order::new(3, 0) < Order::new(3, 1) && Order::new(3, last) < Order::new(4, 0));
-        assert_eq!([Order::new(3, 0).choice(), Order::new(3, last).choice()], [0, last]);
+        let order = |arrival, choice| Order::new(Class::Standard, arrival, choice);
+        assert!(order(3, 0) < order(3, 1) && order(3, last) < order(4, 0));
+        assert_eq!([order(3, 0).choice(), order(3, last).choice()], [0, last]);
+    }
+
+    #[test]
+    fn classes_stand_one_after_the_other() {
+        let [interactive, standard, batch] = Class::ALL.map(|class| Order::new(class, 1 << 40, 5));
+        assert!(interactive < Order::first_of(Class::Standard) && Order::first_of(Class::Standard) < standard);
+        assert!(standard < Order::first_of(Class::Batch) && Order::first_of(Class::Batch) < batch);
+        assert_eq!([interactive, standard, batch].map(Order::class), Class::ALL);
+        assert_eq!(batch.choice(), 5);
     }
 }

@@ -2,9 +2,11 @@
 
 use super::plan::in_batch_order;
 use super::{Planned, Scheduler};
+use crate::policy::cost::StepWork;
 
 impl Scheduler {
-    pub(super) fn write_batch(&mut self) {
+    pub(super) fn write_batch(&mut self, now_ns: u64) {
+        let mut num_kv_tokens = self.lanes.total_tokens();
         if self.planned_lanes.are_all() {
             self.write_all_lanes();
         } else {
@@ -14,10 +16,16 @@ impl Scheduler {
             let planned_lanes = std::mem::take(&mut self.planned_lanes);
             planned_lanes.iter().for_each(|lane| self.write_lane(lane));
             self.planned_lanes = planned_lanes;
+            num_kv_tokens = self.batches[self.current].seq_lens.iter().map(|&len| len as u64).sum();
         }
+        let mut work = StepWork { kv_tokens_read: num_kv_tokens, ..StepWork::default() };
         let pieces = std::mem::take(&mut self.pieces);
         let mut num_singles = 0;
         for planned in in_batch_order(&pieces) {
+            let start = u64::from(self.rows.get(planned.row).num_computed_tokens);
+            let len = u64::from(planned.num_tokens);
+            work.kv_tokens_read += start + len;
+            work.attn_pairs += if len > 1 { len * (start + len / 2) } else { 0 };
             self.write_sequence(planned);
             num_singles += usize::from(planned.num_tokens == 1);
         }
@@ -27,6 +35,8 @@ impl Scheduler {
         batch.num_decodes = self.planned_lanes.len() + num_singles;
         self.rows.report_freed(&mut batch.freed_rows);
         self.in_flight = batch.num_seqs() > 0;
+        work.new_tokens = batch.num_tokens() as u64;
+        self.pace.begin_step(work, now_ns);
         self.stats.num_steps += u64::from(self.in_flight);
         self.stats.num_scheduled_tokens += batch.num_tokens() as u64;
     }

@@ -1,0 +1,140 @@
+//! The budget of a step, in tokens and in time, and what a plan owes to those who wait.
+//!
+//! Precedence: memory safety > `max_num_batched_tokens` > every interactive and standard decode in every step (d) > a chunk of a prompt in
+//! every m steps > the latency target.
+
+use std::collections::BTreeMap;
+
+use super::Scheduler;
+use super::sequence::Order;
+use crate::policy::cost::{CostModel, StepWork};
+
+/// What a plan may still spend.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Budget {
+    pub(super) tokens: usize,
+    /// Nanoseconds until the latency target; infinite without one.
+    pub(super) time_ns: f64,
+    /// Tokens of the next chunk that are due whatever time is left.
+    pub(super) owed: usize,
+}
+
+impl Budget {
+    pub(super) fn is_timed(&self) -> bool {
+        self.time_ns.is_finite()
+    }
+}
+
+/// Rhythm of the steps: how long they take, how long they may, who was left out.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    pub(super) cost: CostModel,
+    /// Work of the batch in flight.
+    work: StepWork,
+    /// When it was planned.
+    planned_ns: u64,
+    pub(super) last_step_ns: u64,
+    pub(super) predicted_step_ns: u64,
+    /// Latency targets of decoding sequences, in microseconds, with how many have each.
+    targets: BTreeMap<u32, u32>,
+    /// A prompt got nothing in the plan being made for lack of time.
+    pub(super) has_denied_prompt: bool,
+    /// Plans in a row without a chunk of a prompt, though there was one.
+    pub(super) num_without_prefill: u32,
+    /// Plans in a row that left out some batch decode.
+    pub(super) num_batch_pauses: u32,
+    /// Batch decodes that are still due before the others' prompts.
+    pub(super) num_batch_due: usize,
+    /// The batch decode that is served first when not all are.
+    pub(super) batch_rotation: Order,
+    /// Tokens that the last plan might have scheduled.
+    pub(super) token_budget: u64,
+}
+
+impl Pace {
+    /// A batch was planned.
+    pub(super) fn begin_step(&mut self, work: StepWork, now_ns: u64) {
+        self.work = work;
+        self.planned_ns = now_ns;
+        self.predicted_step_ns = self.cost.predict_ns(work).map_or(0, |time| time as u64);
+    }
+
+    /// Its result is here. Without a time of its own, it took from its plan until now.
+    pub(super) fn end_step(&mut self, time_ns: Option<u64>, now_ns: u64) {
+        let time_ns = time_ns.unwrap_or(now_ns.saturating_sub(self.planned_ns));
+        if time_ns > 0 {
+            self.last_step_ns = time_ns;
+            self.cost.observe(self.work, time_ns);
+        }
+    }
+
+    pub(super) fn add_target(&mut self, target_us: u32) {
+        if target_us > 0 {
+            *self.targets.entry(target_us).or_default() += 1;
+        }
+    }
+
+    pub(super) fn remove_target(&mut self, target_us: u32) {
+        if target_us > 0
+            && let Some(count) = self.targets.get_mut(&target_us)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.targets.remove(&target_us);
+            }
+        }
+    }
+
+    /// The tightest latency target of what decodes, in nanoseconds.
+    pub(super) fn target_ns(&self) -> Option<f64> {
+        self.targets.first_key_value().map(|(&target, _)| f64::from(target) * 1e3)
+    }
+}
+
+impl Scheduler {
+    /// What the next plan may spend before anything is planned. The steps aim below the target by as much as their predictions are off.
+    pub(super) fn begin_budget(&mut self) -> Budget {
+        let tokens = self.config.max_num_batched_tokens;
+        let time_ns = match self.pace.target_ns() {
+            Some(target) if self.pace.cost.is_ready() => {
+                let base = self.pace.cost.coefficients()[0];
+                target * (1.0 - self.pace.cost.relative_error().min(0.5)) - base
+            }
+            _ => f64::INFINITY,
+        };
+        let is_owed = self.pace.num_without_prefill + 1 >= self.rules.max_prefill_interval;
+        Budget { tokens, time_ns, owed: if is_owed { self.config.block_size } else { 0 } }
+    }
+
+    /// Most tokens, up to `wanted`, of a chunk that begins after `start` tokens of context.
+    pub(super) fn chunk_limit(&self, budget: &Budget, start: usize, wanted: usize) -> usize {
+        let wanted = wanted.min(budget.tokens);
+        if !budget.is_timed() {
+            return wanted;
+        }
+        let timely = self.pace.cost.max_chunk(budget.time_ns, start as u64, wanted as u64) as usize;
+        timely.max(budget.owed.min(wanted))
+    }
+
+    /// Counts a planned chunk.
+    pub(super) fn spend_chunk(&self, budget: &mut Budget, start: usize, num_tokens: usize) {
+        budget.tokens -= num_tokens;
+        budget.owed = 0;
+        if budget.is_timed() {
+            budget.time_ns -= self.pace.cost.chunk_ns(start as u64, num_tokens as u64);
+        }
+    }
+
+    /// Whether not even one token of a prompt of this context fits.
+    pub(super) fn is_spent(&self, budget: &Budget, context: usize) -> bool {
+        self.chunk_limit(budget, context, 1) == 0
+    }
+
+    /// Counts planned decodes.
+    pub(super) fn spend_decodes(&self, budget: &mut Budget, num_seqs: usize, num_kv_tokens: u64) {
+        budget.tokens -= num_seqs;
+        if budget.is_timed() {
+            budget.time_ns -= self.pace.cost.decode_ns(num_seqs as u64, num_kv_tokens);
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! Deadlines: who is dropped when. A request that waits past its deadline costs nothing more; one that runs past it ends.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::Scheduler;
+use crate::request::FinishReason;
+
+/// Live requests with a deadline, by the next of their deadlines and slot.
+#[derive(Debug, Default)]
+pub(super) struct Deadlines {
+    by_time: BTreeSet<(u64, u32)>,
+}
+
+impl Deadlines {
+    pub(super) fn add(&mut self, deadline_ns: Option<u64>, slot: u32) {
+        if let Some(deadline_ns) = deadline_ns {
+            self.by_time.insert((deadline_ns, slot));
+        }
+    }
+
+    pub(super) fn remove(&mut self, deadline_ns: Option<u64>, slot: u32) {
+        if let Some(deadline_ns) = deadline_ns {
+            self.by_time.remove(&(deadline_ns, slot));
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.by_time.len()
+    }
+
+    fn first(&self) -> Option<(u64, u32)> {
+        self.by_time.first().copied()
+    }
+}
+
+impl Scheduler {
+    /// Ends who is past a deadline.
+    pub(super) fn expire(&mut self, now_ns: u64) {
+        while let Some((_, slot)) = self.deadlines.first().filter(|&(deadline_ns, _)| deadline_ns <= now_ns) {
+            let request = self.request(slot);
+            let state = if request.is_started() { "ran" } else { "waited" };
+            let waited_ms = self.flows.tickets[slot as usize].age_ms(now_ns);
+            let message = format!("the deadline passed: the request still {state} after {waited_ms} ms");
+            let id = request.id;
+            self.stats.num_expired_requests += 1;
+            self.end_request(id, FinishReason::Error, Some(&Arc::from(message)));
+        }
+    }
+
+    /// When a step has something to do even if nobody calls for it: the next deadline.
+    pub fn next_timer_ns(&self) -> Option<u64> {
+        self.deadlines.first().map(|(deadline_ns, _)| deadline_ns)
+    }
+}

@@ -1,0 +1,118 @@
+//! How much memory an admission needs: now, and up to the peak of all that runs.
+
+use super::Scheduler;
+use crate::policy::lengths::LengthHistory;
+use crate::policy::peak::PeakEstimate;
+use crate::policy::{Admission, Class};
+
+/// What a sequence that wants to start needs besides the cached blocks that were found for it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Needs {
+    /// Blocks that are taken at once.
+    pub(super) num_new: usize,
+    /// Cached blocks found that nobody holds: they stop being available.
+    pub(super) num_unheld_hits: usize,
+    /// Further blocks at most.
+    pub(super) num_growth: usize,
+    /// Output tokens that it has, and that may come at most.
+    pub(super) num_generated: u32,
+    pub(super) num_left: u32,
+    pub(super) class: Class,
+}
+
+/// Lengths of outputs so far, and the peak that follows from them for what runs now.
+#[derive(Debug, Default)]
+pub(super) struct Growth {
+    lengths: LengthHistory,
+    peak: PeakEstimate,
+    /// Blocks that the sequences in `peak` hold, and nobody else.
+    num_held: u64,
+    /// The plan that `peak` belongs to; 0 = it has to be made again.
+    step_id: u64,
+}
+
+impl Growth {
+    /// Somebody left, or came in an unusual way.
+    pub(super) fn forget_plan(&mut self) {
+        self.step_id = 0;
+    }
+
+    /// An output has ended by itself, or by its length.
+    pub(super) fn observe(&mut self, class: Class, num_output_tokens: u32) {
+        self.lengths.observe(class, num_output_tokens);
+    }
+}
+
+impl Scheduler {
+    /// Blocks that lack for a sequence with these needs to start; 0 = it fits.
+    pub(super) fn shortage(&mut self, needs: Needs) -> usize {
+        let available = self.pool.num_available() - needs.num_unheld_hits;
+        if self.num_running() == 0 {
+            // An empty engine admits its first sequence without reserve: it fits alone, or `submit` would have refused it.
+            return needs.num_new.saturating_sub(available);
+        }
+        let required = match self.rules.admission {
+            // One for each that may grow, so that a newcomer does not displace, or get displaced, at once.
+            Admission::Prompt => needs.num_new + self.rows.num_growing() + usize::from(needs.num_growth > 0),
+            Admission::Guaranteed => needs.num_new + self.rows.num_growth() + needs.num_growth,
+            Admission::Estimated => needs.num_new + self.estimate_growth(needs),
+        };
+        required.saturating_sub(available)
+    }
+
+    /// Blocks that all that runs, and a newcomer, will take at their peak besides those they hold when it has started.
+    fn estimate_growth(&mut self, needs: Needs) -> usize {
+        if self.growth.step_id != self.step_id {
+            self.estimate_running();
+        }
+        let growth = &self.growth;
+        let remaining = growth.lengths.expected_remaining(needs.class, needs.num_generated, needs.num_left);
+        let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
+        let peak = growth.peak.peak_with(remaining, num_own);
+        (peak.saturating_sub(growth.num_held + u64::from(num_own))) as usize
+    }
+
+    fn estimate_running(&mut self) {
+        self.growth.peak.clear();
+        self.growth.num_held = 0;
+        self.growth.step_id = self.step_id;
+        for lane in 0..self.lanes.len() {
+            if let Some(row) = self.lanes.row(lane) {
+                let num_generated = self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane];
+                let num_left = self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane];
+                self.add_running(row, self.lanes.orders[lane].class(), num_generated as u32, num_left as u32);
+            }
+        }
+        for class in Class::ALL {
+            for index in 0..self.prefilling[class as usize].len() {
+                let row = self.prefilling[class as usize][index];
+                if self.rows.get(row).is_prefilling() {
+                    self.add_prefilling(row, class);
+                }
+            }
+        }
+    }
+
+    fn add_prefilling(&mut self, row: u32, class: Class) {
+        let sequence = &self.sequences[self.rows.get(row).sequence];
+        let request = self.request(sequence.request.slot());
+        let num_tokens = sequence.known().tokens.len() as u32;
+        let (num_generated, num_left) = (num_tokens - request.num_prompt_tokens, request.max_num_tokens - num_tokens);
+        self.add_running(row, class, num_generated, num_left);
+    }
+
+    fn add_running(&mut self, row: u32, class: Class, num_generated: u32, num_left: u32) {
+        let remaining = self.growth.lengths.expected_remaining(class, num_generated, num_left);
+        let num_own = self.rows.num_own_blocks(row);
+        self.growth.peak.add(remaining, num_own, self.config.block_size as u32);
+        self.growth.num_held += u64::from(num_own);
+    }
+
+    /// Counts a sequence that was just admitted in the estimate of this plan.
+    pub(super) fn note_growth(&mut self, row: u32) {
+        if self.growth.step_id == self.step_id {
+            let class = self.order(row).class();
+            self.add_prefilling(row, class);
+        }
+    }
+}

@@ -1,0 +1,428 @@
+//! Flows: who waits, by class and tenant, and how much service each tenant has had.
+//!
+//! 1. A flow is a tenant within a class (without fairness: the class). Every live request belongs to one, from its arrival to its end.
+//! 2. Within a flow: preempted sequences; then choices of started requests; then requests that have not started, earliest deadline first
+//!    if the policy says so, and by arrival.
+//! 3. Among the flows of a class the one with the least weighted service is next. Service counts a prompt token once and an output token
+//!    twice, when it is scheduled or sampled for the first time: never what is cached, and never what is computed again.
+//! 4. A flow that comes back from idleness is lifted to the service of the least served one that waits: it does not save up.
+//!
+//! Virtual token counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024); the lift is start-time fair queueing's.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap, HashMap};
+use std::ops::Bound;
+use std::sync::Arc;
+
+use foldhash::fast::FixedState;
+
+use super::lists::{Links, List};
+use super::sequence::Order;
+use crate::memory::table_of;
+use crate::policy::{Class, Fairness, PolicyConfig};
+
+/// Virtual service of one token at weight 1.
+const SCALE: f64 = 65_536.0;
+/// Nanoseconds of a millisecond.
+const NS_PER_MS: u64 = 1_000_000;
+/// Cost of an output token; one of the prompt costs 1.
+pub(super) const OUTPUT_COST: u64 = 2;
+/// Idle tenants above the virtual time of their class that are remembered at most.
+const MAX_IDLE: usize = 65_536;
+
+/// Place in the line of those that have a deadline: deadline, arrival, slot.
+pub(super) type DeadlineKey = (u64, u64, u32);
+
+/// A tenant within a class.
+#[derive(Debug)]
+pub(super) struct Flow {
+    pub(super) class: Class,
+    tenant: Option<Arc<str>>,
+    /// Where the look-through of this plan goes on.
+    pub(super) scan: Scan,
+    /// Preempted sequences, in order of arrival.
+    pub(super) preempted: BTreeSet<(Order, u32)>,
+    /// Requests with choices that could start, by slot: those of which some have started first, then the others, each in order of arrival.
+    pub(super) waiting: List,
+    /// Requests with a deadline that have not started.
+    pub(super) by_deadline: BTreeSet<DeadlineKey>,
+    /// Its sequences that have a row.
+    pub(super) num_running: u32,
+    /// Bound on that.
+    pub(super) max_running: u32,
+    /// Live requests.
+    num_requests: u32,
+    pub(super) weight: f64,
+    /// Virtual service of one prompt token.
+    token_service: u64,
+    /// Weighted service so far.
+    pub(super) service: u64,
+    /// When it last began to wait: ties go to the one that waits longest.
+    activation: u64,
+    /// In the heap of its class.
+    is_queued: bool,
+}
+
+impl Flow {
+    /// Whether a sequence or request of it could start, if there were room.
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.preempted.is_empty() || !self.waiting.is_empty() || !self.by_deadline.is_empty()
+    }
+
+    fn num_waiting(&self) -> usize {
+        self.preempted.len() + self.waiting.len() + self.by_deadline.len()
+    }
+}
+
+/// Who may be admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Waiter {
+    /// A preempted sequence.
+    Preempted { sequence: u32 },
+    /// The next choice of the request in this slot.
+    Choice { slot: u32 },
+}
+
+/// How far a plan has looked through a flow.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Scan {
+    pub(super) step_id: u64,
+    pub(super) next: Option<Waiter>,
+    /// Waiters that were passed.
+    pub(super) num_passed: u32,
+}
+
+/// A flow's place among those of its class: least service first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Turn {
+    pub(super) service: u64,
+    activation: u64,
+    pub(super) flow: u32,
+}
+
+/// What the scheduler knows of the request in a slot besides the request itself, mostly while it waits.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Ticket {
+    /// Milliseconds; it may wrap around, what is asked is how long ago it was.
+    pub(super) arrival_ms: u32,
+    pub(super) flow: u32,
+}
+
+impl Ticket {
+    /// How long ago the request arrived.
+    pub(super) fn age_ms(&self, now_ns: u64) -> u32 {
+        ((now_ns / NS_PER_MS) as u32).wrapping_sub(self.arrival_ms)
+    }
+}
+
+/// All flows.
+#[derive(Debug)]
+pub(super) struct Flows {
+    entries: Vec<Flow>,
+    free: Vec<u32>,
+    by_key: HashMap<(Option<Arc<str>>, Class), u32, FixedState>,
+    /// Flows that wait, some of them with the service they had; those that wait no more leave when they are met.
+    heaps: [BinaryHeap<Reverse<Turn>>; 3],
+    /// Service up to which everybody who waits has come.
+    virtual_times: [u64; 3],
+    /// Flows without requests that are ahead of that, by service.
+    idle: BTreeSet<(u64, u32)>,
+    /// Weights of the flows of each class that have live requests.
+    pub(super) active_weights: [f64; 3],
+    next_activation: u64,
+    pub(super) is_fair: bool,
+    pub(super) tickets: Vec<Ticket>,
+    pub(super) slot_links: Links,
+    /// Requests that have not started, in order of arrival, whatever their flow.
+    age_links: Links,
+    unstarted: List,
+    /// Entries of all lists.
+    pub(super) num_preempted: usize,
+    pub(super) num_listed: usize,
+}
+
+impl Flows {
+    pub(super) fn new(policy: &PolicyConfig, num_slots: usize) -> Self {
+        Self {
+            entries: Vec::new(),
+            free: Vec::new(),
+            by_key: HashMap::default(),
+            heaps: [BinaryHeap::new(), BinaryHeap::new(), BinaryHeap::new()],
+            virtual_times: [0; 3],
+            idle: BTreeSet::new(),
+            active_weights: [0.0; 3],
+            next_activation: 0,
+            is_fair: policy.fairness == Fairness::Weighted,
+            tickets: table_of(Ticket::default(), num_slots),
+            slot_links: Links::new(num_slots),
+            age_links: Links::new(num_slots),
+            unstarted: List::EMPTY,
+            num_preempted: 0,
+            num_listed: 0,
+        }
+    }
+
+    pub(super) fn get(&self, flow: u32) -> &Flow {
+        &self.entries[flow as usize]
+    }
+
+    pub(super) fn get_mut(&mut self, flow: u32) -> &mut Flow {
+        &mut self.entries[flow as usize]
+    }
+
+    /// Flow of the request in a slot.
+    pub(super) fn of(&self, slot: u32) -> u32 {
+        self.tickets[slot as usize].flow
+    }
+
+    /// The flow of a new request, which it joins. Without fairness tenants are not told apart.
+    pub(super) fn join(&mut self, policy: &PolicyConfig, class: Class, tenant: Option<&Arc<str>>) -> u32 {
+        let tenant = tenant.filter(|_| self.is_fair);
+        let key = (tenant.cloned(), class);
+        let flow = match self.by_key.get(&key) {
+            Some(&flow) => flow,
+            None => self.add(policy, key),
+        };
+        let entry = &mut self.entries[flow as usize];
+        entry.num_requests += 1;
+        if entry.num_requests == 1 {
+            self.active_weights[class as usize] += entry.weight;
+            self.idle.remove(&(entry.service, flow));
+        }
+        flow
+    }
+
+    fn add(&mut self, policy: &PolicyConfig, (tenant, class): (Option<Arc<str>>, Class)) -> u32 {
+        let limits = policy.tenant(tenant.as_deref());
+        let (weight, cap) = if self.is_fair { (limits.weight, limits.max_num_seqs) } else { (1.0, None) };
+        let entry = Flow {
+            class,
+            tenant: tenant.clone(),
+            scan: Scan::default(),
+            preempted: BTreeSet::new(),
+            waiting: List::EMPTY,
+            by_deadline: BTreeSet::new(),
+            num_running: 0,
+            max_running: cap.map_or(u32::MAX, |cap| cap as u32),
+            num_requests: 0,
+            weight,
+            token_service: (SCALE / weight).round() as u64,
+            service: self.virtual_times[class as usize],
+            activation: 0,
+            is_queued: false,
+        };
+        let flow = self.free.pop().unwrap_or(self.entries.len() as u32);
+        if flow as usize == self.entries.len() {
+            self.entries.push(entry);
+        } else {
+            self.entries[flow as usize] = entry;
+        }
+        self.by_key.insert((tenant, class), flow);
+        flow
+    }
+
+    /// A request of the flow has ended. What an idle flow has had counts as long as it is ahead of the others.
+    pub(super) fn leave(&mut self, flow: u32) {
+        let entry = &mut self.entries[flow as usize];
+        entry.num_requests -= 1;
+        if entry.num_requests > 0 {
+            return;
+        }
+        let class = entry.class as usize;
+        self.active_weights[class] -= entry.weight;
+        if !self.is_fair {
+            return;
+        }
+        self.idle.insert((entry.service, flow));
+        // At most two for each that comes: so the work is bounded, and the number of those behind does not grow.
+        for _ in 0..2 {
+            let Some(&(service, flow)) = self.idle.first() else { break };
+            let entry = &self.entries[flow as usize];
+            if service > self.virtual_times[entry.class as usize] && self.idle.len() <= MAX_IDLE {
+                break;
+            }
+            if entry.is_queued {
+                // Its place in the heap is met, and given up, before its number is.
+                break;
+            }
+            self.idle.pop_first();
+            self.by_key.remove(&(entry.tenant.clone(), entry.class));
+            self.free.push(flow);
+        }
+    }
+
+    /// Something has just been added to what waits of the flow: it has a place among those of its class.
+    fn queue(&mut self, flow: u32) {
+        let entry = &mut self.entries[flow as usize];
+        if entry.num_waiting() == 1 {
+            entry.service = entry.service.max(self.virtual_times[entry.class as usize]);
+        }
+        if entry.is_queued {
+            return;
+        }
+        entry.is_queued = true;
+        entry.activation = self.next_activation;
+        self.next_activation += 1;
+        let turn = Turn { service: entry.service, activation: entry.activation, flow };
+        self.heaps[entry.class as usize].push(Reverse(turn));
+    }
+
+    /// The waiting flow of a class that is next.
+    pub(super) fn peek(&mut self, class: Class) -> Option<Turn> {
+        let heap = &mut self.heaps[class as usize];
+        loop {
+            let &Reverse(top) = heap.peek()?;
+            let entry = &mut self.entries[top.flow as usize];
+            if !entry.is_waiting() {
+                heap.pop();
+                entry.is_queued = false;
+            } else if entry.service > top.service {
+                // Services only grow, so the least of what the heap says is looked at until it is true.
+                heap.pop();
+                heap.push(Reverse(Turn { service: entry.service, ..top }));
+            } else {
+                let virtual_time = &mut self.virtual_times[class as usize];
+                *virtual_time = (*virtual_time).max(top.service);
+                return Some(top);
+            }
+        }
+    }
+
+    /// Sets the flow that `peek` has just found aside; `unpark` brings it back.
+    pub(super) fn park(&mut self, class: Class, parked: &mut Vec<Turn>) {
+        parked.extend(self.heaps[class as usize].pop().map(|Reverse(turn)| turn));
+    }
+
+    pub(super) fn unpark(&mut self, class: Class, parked: &mut Vec<Turn>) {
+        self.heaps[class as usize].extend(parked.drain(..).map(Reverse));
+    }
+
+    /// Whether something of the class may be waiting; a flow that waits no more may still be counted.
+    pub(super) fn may_wait(&self, class: Class) -> bool {
+        !self.heaps[class as usize].is_empty()
+    }
+
+    /// Counts service.
+    pub(super) fn charge(&mut self, flow: u32, cost: u64) {
+        let entry = &mut self.entries[flow as usize];
+        entry.service = entry.service.saturating_add(cost * entry.token_service);
+    }
+
+    /// The place of a flow as it is now.
+    pub(super) fn turn(&self, flow: u32) -> Turn {
+        let entry = self.get(flow);
+        Turn { service: entry.service, activation: entry.activation, flow }
+    }
+
+    pub(super) fn push_preempted(&mut self, flow: u32, order: Order, sequence: u32) {
+        self.entries[flow as usize].preempted.insert((order, sequence));
+        self.num_preempted += 1;
+        self.queue(flow);
+    }
+
+    pub(super) fn remove_preempted(&mut self, flow: u32, order: Order, sequence: u32) {
+        self.entries[flow as usize].preempted.remove(&(order, sequence));
+        self.num_preempted -= 1;
+    }
+
+    /// The first preempted sequence of a flow after a place in its line.
+    pub(super) fn preempted_after(&self, flow: u32, place: Option<(Order, u32)>) -> Option<u32> {
+        let line = &self.get(flow).preempted;
+        let next = match place {
+            Some(place) => line.range((Bound::Excluded(place), Bound::Unbounded)).next(),
+            None => line.first(),
+        };
+        next.map(|&(_, sequence)| sequence)
+    }
+
+    /// A request has arrived. `deadline_ns` = its place among those with a deadline, if that counts.
+    pub(super) fn enter(&mut self, slot: u32, arrival: u64, deadline_ns: Option<u64>) {
+        let flow = self.of(slot);
+        let entry = &mut self.entries[flow as usize];
+        match deadline_ns {
+            Some(deadline) => {
+                entry.by_deadline.insert((deadline, arrival, slot));
+            }
+            None => self.slot_links.push_back(&mut entry.waiting, slot),
+        }
+        self.age_links.push_back(&mut self.unstarted, slot);
+        self.num_listed += 1;
+        self.queue(flow);
+    }
+
+    /// A request of which no choice has started leaves its line, or moves to that of the started ones.
+    pub(super) fn remove_unstarted(&mut self, slot: u32, arrival: u64, deadline_ns: Option<u64>) {
+        let entry = &mut self.entries[self.tickets[slot as usize].flow as usize];
+        match deadline_ns {
+            Some(deadline) => {
+                entry.by_deadline.remove(&(deadline, arrival, slot));
+            }
+            None => self.slot_links.remove(&mut entry.waiting, slot),
+        }
+        self.age_links.remove(&mut self.unstarted, slot);
+        self.num_listed -= 1;
+    }
+
+    /// Puts a started request in its place: before the first that `stands_after` accepts.
+    pub(super) fn push_started(&mut self, slot: u32, stands_after: impl Fn(u32) -> bool) {
+        let flow = self.of(slot);
+        self.slot_links.insert_before_first(&mut self.entries[flow as usize].waiting, slot, stands_after);
+        self.num_listed += 1;
+        self.queue(flow);
+    }
+
+    pub(super) fn remove_started(&mut self, slot: u32) {
+        let flow = self.of(slot);
+        self.slot_links.remove(&mut self.entries[flow as usize].waiting, slot);
+        self.num_listed -= 1;
+    }
+
+    /// Slot of the request that has waited longest of those that have not started.
+    pub(super) fn oldest_unstarted(&self) -> Option<u32> {
+        self.unstarted.first()
+    }
+
+    /// Everything that waits, flow by flow.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Flow)> {
+        let is_gone = |flow: u32| self.free.contains(&flow);
+        (0..).zip(&self.entries).filter(move |&(flow, _)| !is_gone(flow))
+    }
+
+    /// The line of those with a deadline, after a place in it.
+    pub(super) fn after_deadline(&self, flow: u32, key: Option<DeadlineKey>) -> Option<u32> {
+        let line = &self.get(flow).by_deadline;
+        let next = match key {
+            Some(key) => line.range((Bound::Excluded(key), Bound::Unbounded)).next(),
+            None => line.first(),
+        };
+        next.map(|&(.., slot)| slot)
+    }
+
+    /// Panics if the flows contradict each other or themselves.
+    pub(super) fn check_invariants(&self) {
+        let (mut num_preempted, mut num_listed) = (0, 0);
+        for (flow, entry) in self.iter() {
+            num_preempted += entry.preempted.len();
+            num_listed += self.slot_links.iter(&entry.waiting).count() + entry.by_deadline.len();
+            assert!(!entry.is_waiting() || entry.is_queued, "flow {flow} waits and is not in its heap");
+            assert!(entry.num_requests > 0 || (!entry.is_waiting() && entry.num_running == 0), "flow {flow} is idle");
+            let is_idle = self.idle.contains(&(entry.service, flow));
+            assert_eq!(
+                is_idle,
+                self.is_fair && entry.num_requests == 0,
+                "flow {flow} does not know whether it is idle"
+            );
+        }
+        assert_eq!((self.num_preempted, self.num_listed), (num_preempted, num_listed), "waiting is miscounted");
+        for (class, heap) in Class::ALL.into_iter().zip(&self.heaps) {
+            let mut flows: Vec<u32> = heap.iter().map(|Reverse(turn)| turn.flow).collect();
+            flows.sort_unstable();
+            assert!(flows.windows(2).all(|pair| pair[0] < pair[1]), "a flow has two places");
+            assert!(flows.iter().all(|&flow| self.get(flow).is_queued && self.get(flow).class == class));
+        }
+        assert_eq!(
+            self.iter().filter(|(_, entry)| entry.is_queued).count(),
+            self.heaps.iter().map(BinaryHeap::len).sum()
+        );
+    }
+}
