@@ -91,9 +91,6 @@ impl Chain {
     }
 }
 
-/// Most blocks before a removed one whose chains forget its bit.
-const MAX_FORGETTING: usize = 8;
-
 #[derive(Debug)]
 pub(crate) struct PrefixCache {
     block_size: usize,
@@ -157,9 +154,8 @@ impl PrefixCache {
     }
 
     pub(crate) fn prefetch_further(&self, hash: u64) {
-        if let Some(first) = self.buckets[self.bucket(hash)].first_for(hash) {
-            prefetch(&self.entries, first.index());
-        }
+        // Whether it is read is not asked here: a wrong guess of the processor would wait for the bucket.
+        prefetch(&self.entries, self.buckets[self.bucket(hash)].index() as usize);
     }
 
     /// Enters a block that `find` does not know.
@@ -182,23 +178,20 @@ impl PrefixCache {
     /// Takes a block out of its bucket; `link` are those after it.
     fn unlink(&mut self, block: BlockId, hash: u64, link: Chain) {
         let bucket = self.bucket(hash);
-        // Blocks before it, each in the place of the eighth before.
-        let (mut before, mut num_before) = ([0; MAX_FORGETTING], 0);
-        let mut at = self.buckets[bucket].index();
-        while at != block.0 {
-            before[num_before % MAX_FORGETTING] = at;
-            num_before += 1;
+        let head = self.buckets[bucket];
+        if head.index() == block.0 {
+            self.buckets[bucket] = link;
+            return;
+        }
+        let mut at = head.index();
+        while self.entries[at as usize].link.index() != block.0 {
             at = self.entries[at as usize].link.index();
         }
-        let mut chain = link;
-        for place in (num_before.saturating_sub(MAX_FORGETTING)..num_before).rev() {
-            let at = before[place % MAX_FORGETTING];
-            let entry = &mut self.entries[at as usize];
-            entry.link = chain;
-            chain = chain.with_first(at, entry.hash);
-        }
-        if num_before <= MAX_FORGETTING {
-            self.buckets[bucket] = chain;
+        let before = &mut self.entries[at as usize];
+        before.link = link;
+        // Only the chain that begins just before it forgets its bit: longer ones have most bits anyway.
+        if at == head.index() {
+            self.buckets[bucket] = link.with_first(at, before.hash);
         }
     }
 
@@ -227,5 +220,44 @@ impl PrefixCache {
 
     fn blocks_of(&self, chain: Chain) -> impl Iterator<Item = BlockId> + '_ {
         std::iter::successors(chain.first(), |block| self.entries[block.index()].link.first())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_knows_which_hashes_may_be_in_it() {
+        const PARENT: Parent = Parent::Root(RootId(0));
+        let mut cache = PrefixCache::new(8, 1);
+        // One bucket, three of the four bits; the last two share theirs.
+        let hashes = [0, 1, 2, 6];
+        for (block, &hash) in (0..).zip(&hashes) {
+            assert_eq!(cache.find(PARENT, hash, &[7]), None);
+            cache.insert(BlockId(block), PARENT, hash, &[7]);
+            cache.check_chains();
+        }
+        assert_eq!(hashes.map(|hash| cache.find(PARENT, hash, &[7])), [0, 1, 2, 3].map(|block| Some(BlockId(block))));
+        assert!(cache.buckets[0].first_for(3).is_none(), "no block is read for a hash that cannot be there");
+        // From the middle, the end and the beginning.
+        for (removed, left) in [(1, [0, 2, 6].as_slice()), (0, &[2, 6]), (3, &[2]), (2, &[])] {
+            assert_eq!(cache.remove(BlockId(removed)), PARENT);
+            cache.check_chains();
+            let found: Vec<u64> = hashes.into_iter().filter(|&hash| cache.find(PARENT, hash, &[7]).is_some()).collect();
+            assert_eq!(found, left);
+        }
+        assert!(cache.buckets[0].first().is_none());
+    }
+
+    #[test]
+    fn a_chain_forgets_the_hash_of_a_removed_block() {
+        let mut cache = PrefixCache::new(8, 1);
+        for hash in [0, 1] {
+            cache.insert(BlockId(hash as u32), Parent::Root(RootId(0)), hash, &[7]);
+        }
+        cache.remove(BlockId(0));
+        assert!(cache.buckets[0].first_for(0).is_none());
+        assert_eq!(cache.buckets[0].first_for(1), Some(BlockId(1)));
     }
 }

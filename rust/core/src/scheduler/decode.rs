@@ -192,7 +192,6 @@ impl Scheduler {
             if start > 0 {
                 hashes = self.hash_full_blocks(group.clone());
             }
-            hashes[..group.len()].iter().for_each(|&hash| self.pool.prefetch_further(hash));
             // In order: what one publishes, the next may share; what one gives back, the next may get.
             for (index, hash) in group.zip(hashes) {
                 let lane = self.notable[index] as usize;
@@ -247,6 +246,7 @@ impl Scheduler {
             *hash = self.hash_of_full_block(lane as usize);
             self.pool.prefetch(*hash);
         }
+        hashes[..group.len()].iter().for_each(|&hash| self.pool.prefetch_further(hash));
         hashes
     }
 
