@@ -107,8 +107,12 @@ def test_the_memory_bench_sees_sequences_and_blocks_and_no_growth(monkeypatch):
     from scheduling import memory
 
     monkeypatch.setattr(memory, "NUM_SEQS", (16, 8192))
-    few, many = (memory.in_fresh_process(memory.bytes_with_seqs, n) for n in (16, 8192))
+    (few, _), (many, lent) = (
+        memory.in_fresh_process(memory.bytes_with_seqs, n) for n in (16, 8192)
+    )
     assert many - few > 8000 * 256
+    # Two sets: ten arrays about sequences and samples, one of 8 bytes, and five about events.
+    assert lent == 2 * (8 + 9 * 4 + (8 + 4 + 4 + 1 + 4))
     few, many = (memory.in_fresh_process(memory.bytes_with_blocks, n) for n in (1024, 65_536))
     assert many - few > 64_000 * 64
     before, after = memory.in_fresh_process(memory.growth_over_requests, 2048)

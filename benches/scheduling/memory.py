@@ -1,12 +1,14 @@
 """Memory: bytes of a running sequence, bytes of a block, and growth over many requests.
 
 Rust's memory is seen as the resident set of the process: each reading is that of a fresh process,
-and what a figure counts is the difference of two of them that differ in one number only.
+and what a figure counts is the difference of two of them that differ in one number only. Huge pages
+are off in these processes: one more of them is as much as 128 bytes for each sequence.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,6 +22,10 @@ from .load import BLOCK_SIZE, VOCAB_SIZE, check, config
 
 NUM_SEQS = (2048, 18_432)
 NUM_SEQUENCE_TOKENS = 64
+# So few that no sequence fills its first block while the others are submitted.
+NUM_SEQUENCE_PROMPT_TOKENS = 2
+# `PR_SET_THP_DISABLE` of Linux.
+DISABLE_HUGE_PAGES = 41
 NUM_BLOCKS = (65_536, 524_288)
 NUM_PROMPT_TOKENS = 1024
 NUM_WARM_UP_REQUESTS = 100_000
@@ -45,14 +51,17 @@ def run_all(scheduler: cbrs.Scheduler, prompts: np.ndarray, max_tokens: int, sto
         scheduler.step(np.zeros(len(batch.sample_index), dtype=np.int32))
 
 
-def bytes_with_seqs(num_seqs: int) -> int:
-    """Resident bytes with so many running sequences of few tokens; all else is the same."""
-    token_budget = 2 * max(NUM_SEQS)
+def bytes_with_seqs(num_seqs: int) -> tuple[int, int]:
+    """Resident bytes with so many running sequences of few tokens; all else is the same.
+
+    And how many of them one sequence has in the arrays that two steps lend by turns.
+    """
+    token_budget, most_seqs = 2 * max(NUM_SEQS), max(NUM_SEQS)
     scheduler = cbrs.Scheduler(
         config(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=token_budget,
-            num_blocks=max(NUM_SEQS) * NUM_SEQUENCE_TOKENS // BLOCK_SIZE,
+            num_blocks=most_seqs * NUM_SEQUENCE_TOKENS // BLOCK_SIZE,
             max_model_len=NUM_SEQUENCE_TOKENS,
         )
     )
@@ -65,9 +74,44 @@ def bytes_with_seqs(num_seqs: int) -> int:
     full = NUM_SEQUENCE_TOKENS - 1
     for _ in range(2):
         run_all(scheduler, prompts(token_budget // full, full), 1, num_seqs + 1)
-    run_all(scheduler, prompts(num_seqs, BLOCK_SIZE // 2), NUM_SEQUENCE_TOKENS // 2, num_seqs)
-    assert scheduler.stats()["num_running"] == num_seqs, "not all of them run"
-    return resident_bytes()
+    short_prompts, tokens = prompts(most_seqs, NUM_SEQUENCE_PROMPT_TOKENS), prompts(1, most_seqs)[0]
+    batch = scheduler.step()
+    # As many at a time as the smaller number: what requests take that wait is no part of it.
+    group = min(NUM_SEQS)
+    for first in range(0, num_seqs, group):
+        for prompt in short_prompts[first : min(first + group, num_seqs)]:
+            scheduler.submit(prompt, max_tokens=NUM_SEQUENCE_TOKENS // 2, ignore_eos=True)
+        batch = scheduler.step(tokens[: len(batch.sample_index)])
+    for _ in range(2):
+        batch = scheduler.step(tokens[:num_seqs])
+    assert batch.num_decodes == scheduler.stats()["num_running"] == num_seqs, "not all of them run"
+    return resident_bytes(), 2 * bytes_lent_per_seq(batch)
+
+
+def bytes_lent_per_seq(batch: cbrs.Batch) -> int:
+    """Bytes that each sequence of a batch has in its arrays and in those of its outputs.
+
+    The arrays about tokens are left out: they are as long as the token budget is large.
+    """
+    of_tokens = {"token_ids", "positions", "slot_mapping"}
+    names = [name for name in dir(batch) if name not in of_tokens and not name.startswith("_")]
+    arrays = [getattr(batch, name) for name in names]
+    arrays += [getattr(batch.outputs, name) for name in dir(batch.outputs)]
+    lengths = (batch.num_seqs, batch.num_seqs + 1)
+    lent = [array for array in arrays if isinstance(array, np.ndarray) and array.ndim == 1]
+    by_row = {id(array) for array in parameters_by_row(batch)}
+    return sum(
+        array.itemsize for array in lent if len(array) in lengths and id(array) not in by_row
+    )
+
+
+def parameters_by_row(batch: cbrs.Batch) -> list[np.ndarray]:
+    """The sampling parameters by row, of which there is one set."""
+    return [
+        *(batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds),
+        *(batch.presence_penalty, batch.frequency_penalty, batch.repetition_penalty),
+        *(batch.min_tokens, batch.num_logprobs),
+    ]
 
 
 def bytes_with_blocks(num_blocks: int) -> int:
@@ -109,19 +153,27 @@ def growth_over_requests(num_requests: int) -> list[int]:
     return readings
 
 
+def disable_huge_pages() -> None:
+    """Has this process get small pages only, where the system is Linux."""
+    if ctypes.CDLL(None).prctl(DISABLE_HUGE_PAGES, 1, 0, 0, 0):
+        raise RuntimeError("the kernel does not switch huge pages off")
+
+
 def in_fresh_process(function: object, argument: int) -> object:
     """The result of `function(argument)` in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=disable_huge_pages) as executor:
         return executor.submit(function, argument).result()  # type: ignore[arg-type]
 
 
 def measure_memory(options: argparse.Namespace) -> Iterator[tuple[str, object]]:
-    few, many = (in_fresh_process(bytes_with_seqs, num_seqs) for num_seqs in NUM_SEQS)
+    (few, _), (many, lent) = (in_fresh_process(bytes_with_seqs, num_seqs) for num_seqs in NUM_SEQS)
     per_seq = (many - few) / (NUM_SEQS[1] - NUM_SEQS[0])
-    # Room for all tokens as int32, and one table entry for each block.
-    own = 4 * NUM_SEQUENCE_TOKENS + 4 * NUM_SEQUENCE_TOKENS // BLOCK_SIZE
+    # The tokens of its last block, and one table entry for each block. Those of full blocks would
+    # stand in the pool, which is as large for few sequences as for many.
+    own = 4 * BLOCK_SIZE + 4 * NUM_SEQUENCE_TOKENS // BLOCK_SIZE
     result: dict[str, object] = {"bytes_per_sequence": round(per_seq - own, 1)}
-    result["tokens_and_table_bytes"] = own
+    result |= {"of_which_in_lent_arrays": lent, "tokens_and_table_bytes": own}
     yield "memory of a running sequence, without tokens and block table", dict(result)
     few, many = (in_fresh_process(bytes_with_blocks, num_blocks) for num_blocks in NUM_BLOCKS)
     result["bytes_per_block"] = round((many - few) / (NUM_BLOCKS[1] - NUM_BLOCKS[0]), 1)

@@ -283,6 +283,7 @@ impl BlockPool {
     }
 
     fn check_published(&self, position: &[usize], live_root_refs: &std::collections::BTreeMap<u32, u32>) {
+        self.cache.check_chains();
         let mut linked = vec![false; self.num_blocks()];
         let mut root_refs = live_root_refs.clone();
         for block in self.cache.linked_blocks() {

@@ -252,10 +252,15 @@ impl Scheduler {
         self.lanes.advance(tokens);
         let num_notable = self.lanes.find_notable(&self.config.eos_token_ids, &mut self.notable);
         let first_event = self.pending.len();
+        let group_from = |start: usize| start..num_notable.min(start + GROUP_LEN);
+        // What publishing the first of them reads arrives while the tokens are told.
+        let mut hashes = self.hash_full_blocks(group_from(0));
         self.push_tokens(0..tokens.len(), tokens);
         for start in (0..num_notable).step_by(GROUP_LEN) {
-            let group = start..num_notable.min(start + GROUP_LEN);
-            let hashes = self.hash_full_blocks(group.clone());
+            let group = group_from(start);
+            if start > 0 {
+                hashes = self.hash_full_blocks(group.clone());
+            }
             // In order: what one publishes, the next may share; what one gives back, the next may get.
             for (index, hash) in group.zip(hashes) {
                 let lane = self.notable[index] as usize;
