@@ -124,7 +124,12 @@ impl Submitter {
     ///
     /// # Errors
     /// What `RequestSpec` can have wrong; `QueueFull`, `QueuedTokensFull`, `Closed`. Nothing stays behind.
-    pub fn submit(&self, mut spec: RequestSpec) -> Result<RequestId> {
+    pub fn submit(&self, spec: RequestSpec) -> Result<RequestId> {
+        self.submit_at(spec, 0)
+    }
+
+    /// As `submit`, at a time.
+    pub fn submit_at(&self, mut spec: RequestSpec, _now_ns: u64) -> Result<RequestId> {
         let shared = &*self.shared;
         if shared.queue.is_closed() {
             return Err(Error::Closed);

@@ -132,8 +132,17 @@ impl BlockPool {
     /// # Errors
     /// `BlockNotHeld` if nobody holds it (or it is not of this pool); nothing changes then.
     pub fn release(&mut self, block: BlockId) -> Result<()> {
-        let hold = self.holds.get_mut(block.index()).filter(|hold| hold.ref_count > 0);
-        let hold = hold.ok_or(Error::BlockNotHeld { block: block.0 })?;
+        if self.try_release(block) { Ok(()) } else { Err(Error::BlockNotHeld { block: block.0 }) }
+    }
+
+    /// Removes a holder of a block that is held: one in a table, or pinned.
+    pub(crate) fn give_back(&mut self, block: BlockId) {
+        assert!(self.try_release(block), "{block:?} stood in a table and nobody held it");
+    }
+
+    /// Without an `Error`, whose making and dropping costs more than the rest.
+    fn try_release(&mut self, block: BlockId) -> bool {
+        let Some(hold) = self.holds.get_mut(block.index()).filter(|hold| hold.ref_count > 0) else { return false };
         hold.ref_count -= 1;
         if hold.ref_count == 0 {
             if self.cache.is_published(block) {
@@ -142,7 +151,7 @@ impl BlockPool {
                 self.free.push(block);
             }
         }
-        Ok(())
+        true
     }
 
     /// Finds the published block that continues `parent` with exactly `tokens`. Does not take a reference.

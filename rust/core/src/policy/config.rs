@@ -5,9 +5,6 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
-/// Nanoseconds of a millisecond.
-pub(crate) const NS_PER_MS: f64 = 1e6;
-
 /// How urgent a request is. Classes are served in this order (see `docs/scheduling.md`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(u8)]

@@ -109,7 +109,7 @@ impl Scheduler {
         let Some(pins) = request.pins_mut() else { return };
         self.num_pinning -= usize::from(!pins.is_empty());
         while let Some(block) = pins.pop() {
-            self.pool.release(block).expect("a pinned block is held");
+            self.pool.give_back(block);
         }
     }
 

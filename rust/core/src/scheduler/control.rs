@@ -38,7 +38,9 @@ impl Scheduler {
         let class = if self.is_static() { Class::Standard } else { spec.priority.unwrap_or_default() };
         let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
         self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (now_ns / 1_000_000) as u32, flow };
-        let (ttft_deadline_ns, deadline_ns, target_itl_us) = (u64::MAX, u64::MAX, 0);
+        let after = |ms: Option<f64>| ms.map_or(u64::MAX, |ms| now_ns.saturating_add((ms * 1e6) as u64));
+        let (ttft_deadline_ns, deadline_ns) = (after(spec.ttft_deadline_ms), after(spec.deadline_ms));
+        let target_itl_us = spec.target_itl_ms.map_or(0, |ms| (ms * 1e3).ceil() as u32);
         let entry = Entry {
             id,
             arrival,

@@ -131,11 +131,13 @@ impl Scheduler {
         let num_full = self.lanes.find_full(&mut self.notable);
         let num_full = self.notable[..num_full].partition_point(|&lane| (lane as usize) < range.end);
         let first_full = self.notable[..num_full].partition_point(|&lane| (lane as usize) < range.start);
-        if range.len() > budget.tokens || num_full - first_full > self.pool.num_available() {
-            let rotation = std::mem::take(&mut self.rotation);
-            let (num_planned, rotation) = self.plan_lanes_in_turn(range.clone(), budget, usize::MAX, rotation);
+        let lacks_memory = num_full - first_full > self.pool.num_available();
+        // There are gaps if an earlier range has preempted somebody.
+        if range.len() > budget.tokens || lacks_memory || self.lanes.has_gaps() {
+            let rotation = self.rotation;
+            let (are_all, rotation) = self.plan_lanes_in_turn(range, budget, usize::MAX, rotation);
             self.rotation = rotation;
-            return num_planned == range.len();
+            return are_all;
         }
         for index in first_full..num_full {
             let has_grown = self.grow(self.notable[index] as usize);
@@ -156,14 +158,17 @@ impl Scheduler {
     /// Schedules batch decodes with what the others have left; returns whether all of them run.
     pub(super) fn plan_batch_lanes(&mut self, first: usize, budget: &mut Budget) -> bool {
         let range = first..self.lanes.len();
-        let limit = if budget.is_timed() { self.num_timely_decodes(range.clone(), budget) } else { usize::MAX };
+        // Those who are alone hold up nobody.
+        let is_alone = self.planned_lanes.len() == 0 && self.pieces.is_empty();
+        let is_limited = budget.is_timed() && !is_alone;
+        let limit = if is_limited { self.num_timely_decodes(range.clone(), budget) } else { usize::MAX };
         if limit >= range.len() {
             return self.plan_lanes(range, budget);
         }
         let rotation = self.pace.batch_rotation;
-        let (_, rotation) = self.plan_lanes_in_turn(range, budget, limit, rotation);
+        let (are_all, rotation) = self.plan_lanes_in_turn(range, budget, limit, rotation);
         self.pace.batch_rotation = rotation;
-        false
+        are_all
     }
 
     /// How many decodes of a range, whichever they are, fit the time that is left.
@@ -178,14 +183,14 @@ impl Scheduler {
     }
 
     /// Schedules lanes of a range as far as budget, `limit` and memory last. If these do not reach all, they take turns, from `rotation` on,
-    /// otherwise the oldest is first. Returns how many run, and who is first next time.
+    /// otherwise the oldest is first. Returns whether all run, and who is first next time.
     fn plan_lanes_in_turn(
         &mut self,
         range: Range<usize>,
         budget: &mut Budget,
         limit: usize,
         mut rotation: Order,
-    ) -> (usize, Order) {
+    ) -> (bool, Order) {
         let mut left = budget.tokens.min(limit);
         let len = range.len();
         let take_turns = len > left;
@@ -217,7 +222,7 @@ impl Scheduler {
         if let (true, Some(order)) = (take_turns, first_left_out) {
             rotation = order;
         }
-        (self.planned_lanes.listed.len() - first_listed, rotation)
+        (first_left_out.is_none(), rotation)
     }
 
     /// Commits the lanes of the batch in flight with the leading samples of its (checked) result.
@@ -408,7 +413,7 @@ impl Scheduler {
     pub(super) fn exchange(&mut self, row: u32, column: u32, other: BlockId) {
         let block = self.rows.tables.get(row, column);
         self.pool.acquire(other);
-        self.pool.release(block).expect("a block in a table is held");
+        self.pool.give_back(block);
         self.rows.tables.set(row, column, other);
         self.exchanged.push(row, column as usize, &[other.as_i32()]);
     }

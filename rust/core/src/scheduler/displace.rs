@@ -26,6 +26,8 @@ pub(super) struct Aging {
     owed_since_ns: Option<u64>,
 }
 
+/// Tenants of a class for which a plan looks for somebody to displace, at most: planning is bounded.
+const MAX_LOOKS: usize = 8;
 /// No class is kept from starting.
 const NONE_BLOCKED: usize = 3;
 
@@ -51,7 +53,9 @@ impl Scheduler {
     fn start_aged(&mut self, is_paused: bool, now_ns: u64) -> usize {
         let Some(slot) = self.oldest_aged(now_ns).filter(|_| !is_paused) else { return NONE_BLOCKED };
         let flow = self.flows.of(slot);
-        let waiter = Waiter::Choice { slot };
+        // A preempted one of its tenant comes first in any case.
+        let preempted = self.flows.preempted_after(flow, None).map(|sequence| Waiter::Preempted { sequence });
+        let waiter = preempted.unwrap_or(Waiter::Choice { slot });
         let class = self.flows.get(flow).class as usize;
         let is_capped = self.num_running_of[class] >= self.rules.class_caps[class];
         if self.aging.num_overtakes + 1 < self.rules.aged_interval
@@ -65,8 +69,10 @@ impl Scheduler {
             return 0;
         }
         if self.try_admit(waiter).is_ok() {
-            self.request_mut(slot).is_shielded = true;
-            self.num_shielded += 1;
+            if preempted.is_none() {
+                self.request_mut(slot).is_shielded = true;
+                self.num_shielded += 1;
+            }
             return NONE_BLOCKED;
         }
         // Memory: first the lower classes give way, then everybody.
@@ -109,20 +115,25 @@ impl Scheduler {
 
     /// Starts waiters of a class that others keep out, as far as these can be displaced and this step has tokens for them.
     fn make_way_for(&mut self, class: Class, num_tokens: &mut usize, is_paused: bool) {
+        let mut parked = Vec::new();
         while *num_tokens > 0 && self.num_running_of[class as usize] < self.rules.class_caps[class as usize] {
+            if self.rows.num_free() > 0 && !self.lacked_memory[class as usize] || parked.len() >= MAX_LOOKS {
+                break;
+            }
             let Some(turn) = self.flows.peek(class) else { break };
-            let Some(waiter) = self.first_waiter(turn.flow) else { break };
-            let lacks_memory = self.lacked_memory[class as usize];
-            if !(self.rows.num_free() == 0 || lacks_memory) || !self.may_start(turn.flow, waiter, is_paused) {
-                break;
+            let waiter = self.first_waiter(turn.flow).filter(|&waiter| self.may_start(turn.flow, waiter, is_paused));
+            let row = waiter.and_then(|waiter| self.start_by_displacing(class, turn.flow, waiter));
+            match row {
+                Some(row) => *num_tokens = num_tokens.saturating_sub(self.num_remaining_tokens(row)),
+                None => self.flows.park(class, &mut parked),
             }
-            let has_room = self.displace_lower(class, waiter) || self.displace_tenant(turn.flow, waiter);
-            if !has_room || self.rows.num_free() == 0 {
-                break;
-            }
-            let Ok(row) = self.try_admit(waiter) else { break };
-            *num_tokens = num_tokens.saturating_sub(self.num_remaining_tokens(row));
         }
+        self.flows.unpark(class, &mut parked);
+    }
+
+    fn start_by_displacing(&mut self, class: Class, flow: u32, waiter: Waiter) -> Option<u32> {
+        let has_displaced = self.displace_lower(class, waiter) || self.displace_tenant(flow, waiter);
+        if has_displaced && self.rows.num_free() > 0 { self.try_admit(waiter).ok() } else { None }
     }
 
     /// Makes room for a waiter at the cost of lower classes, if that is what it takes; returns whether it did.
@@ -206,6 +217,8 @@ impl Scheduler {
 
     fn displace(&mut self, row: u32) {
         self.preempt(row);
+        // The row may be given to somebody else at once.
+        self.close_prefilling_gaps();
         self.stats.num_displacements += 1;
     }
 
@@ -214,6 +227,16 @@ impl Scheduler {
     /// If it cannot start at once, what was freed is kept for it.
     fn displace_tenant(&mut self, flow: u32, waiter: Waiter) -> bool {
         if !self.flows.is_fair || self.displaced_in_step == self.step_id {
+            return false;
+        }
+        // Whoever holds one sequence keeps it.
+        let class = self.flows.get(flow).class;
+        let is_several = |row: u32| self.flows.get(self.flow_of(row)).num_running > 1;
+        if self.no_tenant_to_displace[class as usize] == self.step_id {
+            return false;
+        }
+        if !self.running_newest_first().any(|row| self.order(row).class() == class && is_several(row)) {
+            self.no_tenant_to_displace[class as usize] = self.step_id;
             return false;
         }
         let Some(victim) = self.pick_of_tenant(flow, waiter) else { return false };

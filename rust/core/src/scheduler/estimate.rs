@@ -2,7 +2,7 @@
 
 use super::Scheduler;
 use crate::policy::lengths::LengthHistory;
-use crate::policy::peak::PeakEstimate;
+use crate::policy::peak::{Candidate, PeakEstimate};
 use crate::policy::{Admission, Class};
 
 /// What a sequence that wants to start needs besides the cached blocks that were found for it.
@@ -66,13 +66,18 @@ impl Scheduler {
             self.estimate_running();
         }
         let growth = &self.growth;
-        let remaining = growth.lengths.expected_remaining(needs.class, needs.num_generated, needs.num_left);
         let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
-        let peak = growth.peak.peak_with(remaining, num_own);
+        let peak = growth.peak.peak_with(Candidate {
+            survival: growth.lengths.survival(needs.class, needs.num_generated),
+            num_left: needs.num_left,
+            num_held: num_own,
+            block_size: self.config.block_size as u32,
+        });
         (peak.saturating_sub(growth.num_held + u64::from(num_own))) as usize
     }
 
     fn estimate_running(&mut self) {
+        self.growth.lengths.refresh();
         self.growth.peak.clear();
         self.growth.num_held = 0;
         self.growth.step_id = self.step_id;
@@ -102,10 +107,11 @@ impl Scheduler {
     }
 
     fn add_running(&mut self, row: u32, class: Class, num_generated: u32, num_left: u32) {
-        let remaining = self.growth.lengths.expected_remaining(class, num_generated, num_left);
-        let num_own = self.rows.num_own_blocks(row);
-        self.growth.peak.add(remaining, num_own, self.config.block_size as u32);
-        self.growth.num_held += u64::from(num_own);
+        let num_held = self.rows.num_own_blocks(row);
+        let survival = self.growth.lengths.survival(class, num_generated);
+        let block_size = self.config.block_size as u32;
+        self.growth.peak.add(Candidate { survival, num_left, num_held, block_size });
+        self.growth.num_held += u64::from(num_held);
     }
 
     /// Counts a sequence that was just admitted in the estimate of this plan.

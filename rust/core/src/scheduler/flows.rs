@@ -110,7 +110,7 @@ pub(super) struct Ticket {
 
 impl Ticket {
     /// How long ago the request arrived.
-    pub(super) fn age_ms(&self, now_ns: u64) -> u32 {
+    pub(super) fn age_ms(self, now_ns: u64) -> u32 {
         ((now_ns / NS_PER_MS) as u32).wrapping_sub(self.arrival_ms)
     }
 }
@@ -207,7 +207,7 @@ impl Flows {
             num_requests: 0,
             weight,
             token_service: (SCALE / weight).round() as u64,
-            service: self.virtual_times[class as usize],
+            service: 0,
             activation: 0,
             is_queued: false,
         };
@@ -255,7 +255,9 @@ impl Flows {
     fn queue(&mut self, flow: u32) {
         let entry = &mut self.entries[flow as usize];
         if entry.num_waiting() == 1 {
-            entry.service = entry.service.max(self.virtual_times[entry.class as usize]);
+            // Just before those who have had as much and more: it has nothing yet.
+            let virtual_time = self.virtual_times[entry.class as usize];
+            entry.service = entry.service.max(virtual_time.saturating_sub(1));
         }
         if entry.is_queued {
             return;

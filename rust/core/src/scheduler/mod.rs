@@ -36,7 +36,7 @@ mod write;
 use std::sync::Arc;
 
 use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
-use crate::block::{BlockId, BlockPool};
+use crate::block::{BlockId, BlockPool, NONE};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::fault;
@@ -121,6 +121,8 @@ pub struct Scheduler {
     reserved_flow: Option<u32>,
     /// Step in which a sequence was last displaced for a tenant.
     displaced_in_step: u64,
+    /// Steps in which nobody of a class could be displaced for a tenant.
+    no_tenant_to_displace: [u64; 3],
     /// Requests that hold blocks for choices that have not started.
     num_pinning: usize,
     /// Running sequences by class.
@@ -213,6 +215,7 @@ impl Scheduler {
             aging: Aging::default(),
             reserved_flow: None,
             displaced_in_step: 0,
+            no_tenant_to_displace: [0; 3],
             num_pinning: 0,
             num_running_of: [0; 3],
             num_shielded: 0,
@@ -332,6 +335,12 @@ impl Scheduler {
     /// `[max_num_seqs, max_blocks]` block ids by row, and `max_blocks`.
     pub fn block_tables(&self) -> (&[i32], usize) {
         (self.rows.tables.ids(), self.rows.tables.max_blocks())
+    }
+
+    /// The request whose sequence has this row now, to look at.
+    pub fn request_in_row(&self, row: u32) -> Option<u64> {
+        let sequence = self.rows.get(row).sequence;
+        (sequence != NONE).then(|| self.sequences[sequence].request.as_u64())
     }
 
     /// Sampling parameters by row.

@@ -1,0 +1,22 @@
+//! The policy beyond first come, first served: classes, tenants, deadlines, latency targets, aging.
+//!
+//! | module | what it checks |
+//! | --- | --- |
+//! | `rig` | a scripted model, a clock, and what must hold after every step whatever the policy |
+//! | `classes` | who is served and displaced by class; pauses of batch work; aging |
+//! | `tenants` | shares, displacement, caps |
+//! | `deadlines` | order, expiry |
+//! | `pace` | budgets in time |
+//! | `memory` | admission by the estimated peak, victims, requests that do not fit |
+//! | `random` | random policies and operations, each step checked by the rig |
+
+#[path = "../behaviour/rng.rs"]
+mod rng;
+
+mod classes;
+mod deadlines;
+mod memory;
+mod pace;
+mod random;
+mod rig;
+mod tenants;

@@ -1,0 +1,109 @@
+//! Memory: admission by the estimated peak, victims, and requests that do not fit.
+
+use cbrs_core::policy::{Admission, Class, Victim};
+use cbrs_core::{Policy, SchedulerConfig};
+
+use crate::rig::{Rig, config, request};
+use crate::rng::Rng;
+
+/// Recomputed tokens and preemptions of a load whose outputs vary, in a pool that is too small for all rows.
+fn recomputed(admission: Admission) -> (u64, u64, f64) {
+    let mut rig = Rig::fair(config(48, 400), |rules| rules.admission = admission);
+    let mut rng = Rng::new(5);
+    let (mut used, mut num_steps) = (0.0, 0.0);
+    for step in 0..3000 {
+        while rig.requests.values().filter(|known| known.end.is_none()).count() < 60 {
+            let num_outputs = [rng.within(1, 30), rng.within(30, 120), rng.within(120, 500)][rng.below(3)];
+            rig.submit(request(Class::Standard, "", rng.next(), rng.within(20, 120)), num_outputs).expect("it fits");
+        }
+        rig.step();
+        rig.requests.retain(|_, known| known.end.is_none());
+        if step > 500 {
+            used += rig.submitter().stats().num_used_blocks as f64 / 400.0;
+            num_steps += 1.0;
+        }
+    }
+    let stats = rig.submitter().stats();
+    (stats.num_recomputed_tokens, stats.num_preemptions, used / num_steps)
+}
+
+#[test]
+fn the_estimated_peak_avoids_preemptions_and_still_fills_the_pool() {
+    let prompt = recomputed(Admission::Prompt);
+    let estimated = recomputed(Admission::Estimated);
+    let guaranteed = recomputed(Admission::Guaranteed);
+    assert_eq!((guaranteed.0, guaranteed.1), (0, 0), "what is guaranteed is never taken away");
+    assert!(estimated.0 * 10 <= prompt.0, "recomputed: {estimated:?} against {prompt:?}");
+    assert!(estimated.2 > 0.8 * prompt.2, "use of the pool: {estimated:?} against {prompt:?}");
+    assert!(guaranteed.2 < 0.5 * estimated.2, "{guaranteed:?}");
+}
+
+#[test]
+fn d04_a_preempted_request_resumes_before_anything_of_its_class_that_has_not_started() {
+    let config = SchedulerConfig { policy: Policy::Fcfs, ..config(4, 20) };
+    let mut rig = Rig::new(config);
+    let ids: Vec<u64> =
+        (0..6).map(|seed| rig.submit(request(Class::Standard, "", seed, 60), 80).expect("it fits")).collect();
+    for _ in 0..200 {
+        // The rig fails if a request starts before one that was preempted.
+        rig.step();
+    }
+    assert!(rig.submitter().stats().num_preemptions > 0, "memory was scarce");
+    rig.drain();
+    let ends: Vec<u64> = ids.iter().map(|id| *rig.requests[id].times_ns.last().expect("it has output")).collect();
+    assert!(ends.is_sorted(), "{ends:?}");
+}
+
+#[test]
+fn d05_the_victim_is_the_newest_of_the_lowest_class() {
+    for victim in [Victim::Newest, Victim::Cost] {
+        let mut rig = Rig::fair(config(3, 16), |rules| {
+            rules.victim = victim;
+            rules.admission = Admission::Prompt;
+        });
+        // In order of arrival: standard, batch, standard. Memory is for two of them.
+        let classes = [Class::Standard, Class::Batch, Class::Standard];
+        let ids: Vec<u64> = (0..3)
+            .map(|index| rig.submit(request(classes[index], "", index as u64, 60), 100).expect("it fits"))
+            .collect();
+        let mut first_preempted = None;
+        for _ in 0..200 {
+            let before: Vec<u64> = ids.iter().copied().filter(|&id| rig.is_running(id)).collect();
+            rig.step();
+            let lost = before.into_iter().find(|&id| !rig.is_running(id) && rig.requests[&id].end.is_none());
+            first_preempted = first_preempted.or(lost);
+        }
+        assert_eq!(first_preempted, Some(ids[1]), "{victim:?}: the only one of the lowest class");
+        rig.drain();
+    }
+}
+
+#[test]
+fn d12_a_large_request_is_passed_by_small_ones_and_then_by_nobody() {
+    // Twelve blocks are in use for a while; the large one needs all.
+    let mut rig = Rig::fair(config(8, 40), |rules| rules.admission = Admission::Prompt);
+    for seed in 0..2 {
+        rig.submit(request(Class::Standard, "", seed, 100), 90).expect("it fits");
+    }
+    rig.step();
+    let large = rig.submit(request(Class::Standard, "", 10, 500), 5).expect("it fits an empty engine");
+    let small: Vec<u64> =
+        (0..60).map(|seed| rig.submit(request(Class::Standard, "", 20 + seed, 10), 30).expect("it fits")).collect();
+    rig.step();
+    assert!(rig.is_running(small[0]), "a small one starts in the next step");
+    rig.drain();
+    let place = |id: u64| rig.requests[&id].first_step.expect("it ran");
+    let num_before = small.iter().filter(|&&id| place(id) < place(large)).count();
+    assert!((1..=16).contains(&num_before), "{num_before} passed it");
+}
+
+#[test]
+fn with_fcfs_nobody_passes() {
+    let mut rig = Rig::new(SchedulerConfig { policy: Policy::Fcfs, ..config(8, 40) });
+    rig.submit(request(Class::Standard, "", 0, 300), 50).expect("it fits");
+    rig.step();
+    let large = rig.submit(request(Class::Standard, "", 10, 500), 5).expect("it fits an empty engine");
+    let small = rig.submit(request(Class::Standard, "", 20, 10), 30).expect("it fits");
+    rig.drain();
+    assert!(rig.requests[&large].first_step <= rig.requests[&small].first_step);
+}

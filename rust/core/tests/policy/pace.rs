@@ -1,0 +1,118 @@
+//! Budgets in time: a latency target shapes the steps.
+
+use cbrs_core::policy::Class;
+use cbrs_core::{RequestSpec, SchedulerConfig};
+
+use crate::rig::{Rig, config, request};
+
+fn large() -> SchedulerConfig {
+    SchedulerConfig { max_num_batched_tokens: 8192, max_model_len: 60_000, ..config(80, 40_000) }
+}
+
+/// Longest time between two tokens of a request.
+fn worst_itl_ms(rig: &Rig, id: u64, from: usize) -> f64 {
+    let times = &rig.requests[&id].times_ns[from..];
+    times.windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).fold(0.0, f64::max)
+}
+
+/// Decodes that have run for a while, so that the model of the cost has learned.
+fn decoding(rig: &mut Rig, num_seqs: u64, target_itl_ms: Option<f64>) -> Vec<u64> {
+    for seed in 0..30 {
+        rig.submit(request(Class::Standard, "", 1_000_000 + seed, 20 + seed as usize * 40), 3 + seed as usize)
+            .expect("it fits");
+        for _ in 0..4 {
+            rig.step();
+        }
+    }
+    let spec = |seed| RequestSpec { target_itl_ms, ..request(Class::Standard, "", seed, 500) };
+    let ids: Vec<u64> = (0..num_seqs).map(|seed| rig.submit(spec(seed), 3000).expect("it fits")).collect();
+    for _ in 0..100 {
+        rig.step();
+    }
+    assert!(ids.iter().all(|id| rig.requests[id].tokens.len() > 5));
+    ids
+}
+
+#[test]
+fn a_target_holds_while_long_prompts_are_computed() {
+    let mut rig = Rig::new(large());
+    let ids = decoding(&mut rig, 64, Some(30.0));
+    let from = rig.requests[&ids[0]].times_ns.len();
+    let prompts: Vec<u64> =
+        (0..4).map(|seed| rig.submit(request(Class::Standard, "", 500 + seed, 12_000), 2).expect("it fits")).collect();
+    let started_ns = rig.now_ns;
+    while prompts.iter().any(|id| rig.requests[id].end.is_none()) {
+        rig.step();
+    }
+    let worst = worst_itl_ms(&rig, ids[0], from);
+    assert!(worst <= 33.0 && worst > 25.0, "{worst} ms");
+    // A token of a prompt costs 0.03 ms: what a step of 30 ms has left beside 64 decodes is used.
+    let rate = 48_000.0 / ((rig.now_ns - started_ns) as f64 / 1e9);
+    assert!(rate > 20_000.0, "{rate} tokens/s");
+}
+
+#[test]
+fn a_long_context_counts() {
+    let mut rig = Rig::new(large());
+    rig.profile.c = 400;
+    let ids = decoding(&mut rig, 40, Some(50.0));
+    let long = rig.submit(request(Class::Standard, "", 900, 50_000), 200).expect("it fits");
+    let from = rig.requests[&ids[0]].times_ns.len();
+    while rig.requests[&long].tokens.len() < 20 {
+        rig.step();
+    }
+    assert!(worst_itl_ms(&rig, ids[0], from) <= 55.0);
+}
+
+#[test]
+fn a_prompt_gets_a_chunk_in_every_eighth_step_even_if_the_target_cannot_be_met() {
+    let mut rig = Rig::new(large());
+    let _ids = decoding(&mut rig, 63, None);
+    let spec = RequestSpec { target_itl_ms: Some(1.0), ..request(Class::Standard, "", 800, 10) };
+    let hasty = rig.submit(spec, 3000).expect("it fits");
+    while rig.requests[&hasty].tokens.len() < 5 {
+        rig.step();
+    }
+    let prompt = rig.submit(request(Class::Standard, "", 900, 100), 2).expect("it fits");
+    let (mut without, mut num_chunks) = (0, 0);
+    while rig.requests[&prompt].tokens.is_empty() {
+        rig.step();
+        let num_tokens = rig.scheduled(prompt);
+        without = if num_tokens == 0 { without + 1 } else { 0 };
+        num_chunks += usize::from(num_tokens > 0);
+        assert!(num_tokens <= 16, "one block breaks the target, and no more");
+        assert!(without < 8, "it gets nothing for {without} steps");
+    }
+    assert!(num_chunks >= 100 / 16);
+}
+
+#[test]
+fn batch_decodes_give_way_to_a_target() {
+    let mut rig = Rig::new(large());
+    rig.profile.b = 300_000;
+    let ids = decoding(&mut rig, 8, Some(12.0));
+    let batch: Vec<u64> =
+        (0..20).map(|seed| rig.submit(request(Class::Batch, "", 700 + seed, 30), 600).expect("it fits")).collect();
+    for _ in 0..300 {
+        rig.step();
+    }
+    let from = rig.requests[&ids[0]].times_ns.len();
+    for _ in 0..200 {
+        rig.step();
+    }
+    let mut times: Vec<f64> =
+        rig.requests[&ids[0]].times_ns[from..].windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
+    times.sort_unstable_by(f64::total_cmp);
+    // Once in 32 steps all batch decodes are due.
+    assert!(times[times.len() * 9 / 10] <= 13.2, "{}", times[times.len() * 9 / 10]);
+    assert!(batch.iter().all(|id| rig.requests[id].tokens.len() > 4), "and all of them advance");
+}
+
+#[test]
+fn without_a_target_nothing_is_held_back() {
+    let mut rig = Rig::new(large());
+    let _ids = decoding(&mut rig, 64, None);
+    let prompt = rig.submit(request(Class::Standard, "", 900, 12_000), 2).expect("it fits");
+    rig.step();
+    assert_eq!(rig.scheduled(prompt), 8192 - 64);
+}
