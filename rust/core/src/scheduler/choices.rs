@@ -219,8 +219,9 @@ impl Scheduler {
         }
         let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
         if !request.is_started() {
-            self.shared.gate.release(u64::from(request.num_prompt_tokens));
+            self.shared.gate.release(&request.reservation());
         }
+        self.shared.gate.leave(request.tenant);
         self.pool.roots().release(request.root);
         self.shared.slots.release(id);
     }

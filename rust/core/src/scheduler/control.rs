@@ -27,12 +27,13 @@ impl Scheduler {
     }
 
     fn enter(&mut self, submitted: Submitted) {
-        let Submitted { id, spec, max_tokens, root_hash, hashes } = submitted;
-        let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref());
+        let Submitted { id, spec, max_tokens, reservation, root_hash, hashes, .. } = submitted;
+        self.rates.enter(reservation.class, u64::from(reservation.service_us));
+        let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref(), root_hash);
         let arrival = self.next_arrival;
         self.next_arrival += 1;
         let seed = spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival));
-        let request = Request::new(spec, Entry { id, arrival, seed, root, root_hash, max_tokens, hashes });
+        let request = Request::new(spec, Entry { id, arrival, seed, root, max_tokens, reservation, hashes });
         self.requests[id.slot() as usize] = Some(Box::new(request));
         self.waiting.push_back(id.slot());
     }

@@ -29,7 +29,7 @@ impl Scheduler {
         assert!(self.requests.iter().all(Option::is_none), "a request is left");
         let shared = &self.shared;
         assert_eq!(shared.slots.num_free(), shared.slots.capacity(), "a slot leaked");
-        assert_eq!((shared.gate.queued_requests(), shared.gate.queued_tokens()), (0, 0), "a reservation leaked");
+        shared.gate.check_drained();
         assert!(self.late_controls.is_empty() && !self.in_flight, "work is left");
     }
 

@@ -35,6 +35,7 @@ use crate::block::{BlockId, BlockPool};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::overload::Rates;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
 use decode::PlannedLanes;
@@ -122,6 +123,7 @@ pub struct Scheduler {
     /// Controls whose request is still on its way through the queue.
     late_controls: Vec<Control>,
     next_arrival: u64,
+    rates: Rates,
     /// The decode that is served first when the budget does not reach all.
     rotation: Order,
     stats: Stats,
@@ -188,6 +190,7 @@ impl Scheduler {
             exchanged: BlockTableUpdates::default(),
             late_controls: Vec::new(),
             next_arrival: 0,
+            rates: Rates::default(),
             rotation: Order::default(),
             stats: Stats::default(),
             sink: None,
@@ -245,6 +248,7 @@ impl Scheduler {
             self.check_result(result)?;
         }
         self.take_controls();
+        self.rates.tick(now_ns, &self.shared.gate);
         if is_closed {
             self.end_all_requests();
         } else {

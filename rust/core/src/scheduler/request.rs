@@ -4,6 +4,8 @@
 use super::choices::Fork;
 use super::sequence::Known;
 use crate::block::{BlockId, NONE, RootId};
+use crate::overload::{Reservation, TenantCell};
+use crate::policy::Class;
 use crate::request::{RequestId, RequestSpec};
 use crate::row_tables::NewRow;
 
@@ -16,7 +18,6 @@ pub(super) struct Request {
     /// For the choices that have not started: the last one takes it along.
     pub(super) prompt: Option<Box<Known>>,
     pub(super) seed: u64,
-    pub(super) root_hash: u64,
     /// Where its prefix begins; it holds a reference.
     pub(super) root: RootId,
     pub(super) num_prompt_tokens: u32,
@@ -26,6 +27,10 @@ pub(super) struct Request {
     pub(super) top_k: i32,
     pub(super) top_p: f32,
     pub(super) min_p: f32,
+    /// Predicted service that it holds at the gate until it starts.
+    service_us: u32,
+    /// Its tenant's cell at the gate, which it holds until it ends.
+    pub(super) tenant: TenantCell,
     pub(super) extras: Option<Box<Extras>>,
     /// First of the choices that have started and not ended, or `NONE`.
     pub(super) first_sequence: u32,
@@ -41,6 +46,7 @@ pub(super) struct Request {
     /// Later arrivals admitted while it waited so.
     pub(super) num_overtaken: u8,
     pub(super) ignore_eos: bool,
+    pub(super) class: Class,
 }
 
 const _: () = assert!(size_of::<Request>() <= 96, "a request is part of what a running sequence costs");
@@ -89,15 +95,15 @@ pub(super) struct Entry {
     pub(super) arrival: u64,
     pub(super) seed: u64,
     pub(super) root: RootId,
-    pub(super) root_hash: u64,
     pub(super) max_tokens: u32,
+    pub(super) reservation: Reservation,
     /// Chained hash of each full block of the prompt.
     pub(super) hashes: Vec<u64>,
 }
 
 impl Request {
     pub(super) fn new(spec: RequestSpec, entry: Entry) -> Self {
-        let Entry { id, arrival, seed, root, root_hash, max_tokens, hashes } = entry;
+        let Entry { id, arrival, seed, root, max_tokens, reservation, hashes } = entry;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u32;
         let num_choices = u8::try_from(spec.n).expect("a request has at most MAX_CHOICES choices");
         let (sampling, tokens) = (spec.sampling, spec.prompt_token_ids);
@@ -121,7 +127,6 @@ impl Request {
             arrival,
             prompt: Some(Box::new(Known::new(tokens, hashes))),
             seed,
-            root_hash,
             root,
             num_prompt_tokens,
             max_num_tokens: num_prompt_tokens + max_tokens,
@@ -129,6 +134,8 @@ impl Request {
             top_k: sampling.top_k,
             top_p: sampling.top_p,
             min_p: sampling.min_p,
+            service_us: reservation.service_us,
+            tenant: reservation.tenant,
             extras: has_extras.then(|| Box::new(extras)),
             first_sequence: NONE,
             fork: Fork::Absent,
@@ -138,11 +145,18 @@ impl Request {
             num_deferrals: 0,
             num_overtaken: 0,
             ignore_eos: spec.ignore_eos,
+            class: reservation.class,
         }
     }
 
     pub(super) fn extras(&self) -> &Extras {
         self.extras.as_deref().unwrap_or(&NO_EXTRAS)
+    }
+
+    /// What it holds at the gate.
+    pub(super) fn reservation(&self) -> Reservation {
+        let Self { service_us, num_prompt_tokens, tenant, class, .. } = *self;
+        Reservation { service_us, num_prompt_tokens, tenant, class }
     }
 
     /// The prompt of a request with a choice that has not started.

@@ -1,0 +1,1 @@
+//! The door as a whole, and what it promises.
