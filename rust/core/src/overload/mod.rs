@@ -314,15 +314,17 @@ impl AdmissionControl {
             let [predicted_s, limit_s] = [ahead_us, most_us].map(|us| us as f64 / 1e6 / share_left);
             Error::QueueTooLong { predicted_s, limit_s, retry_after_s }
         };
+        let free_us = limit_us.saturating_sub(self.service.ahead_of(class));
+        // A queue that is full is refused for what it is.
+        let part_us = if self.is_weighted && free_us > 0 { TENANT_FACTOR * free_us } else { u64::MAX };
+        // A tenant that is far from filling its part need not wait until the queue of others has become shorter.
         let own_us = self.tenants.as_ref().map_or(0, |tenants| tenants.queued(tenant).service_us);
-        // With weighted fairness those who have nothing waiting need not wait until the others' queue is short.
-        if (own_us > 0 || !self.is_weighted) && self.service.keeps_refusing(class) {
-            let low = low_water(self.service.start_refusing(class));
-            return Err(too_long(self.service.ahead_of(class), low));
+        let is_modest = self.is_weighted && tenant != TenantCell::NONE && own_us < part_us / 2;
+        if !is_modest && self.service.keeps_refusing(class) {
+            let low_us = low_water(self.service.start_refusing(class));
+            return Err(too_long(self.service.ahead_of(class), low_us));
         }
         if let Some(tenants) = &self.tenants {
-            let free_us = limit_us.saturating_sub(self.service.ahead_of(class));
-            let part_us = if self.is_weighted && free_us > 0 { TENANT_FACTOR * free_us } else { u64::MAX };
             tenants.queue_service(tenant, service_us, part_us).map_err(|own_us| {
                 let over_us = (own_us - part_us) / (TENANT_FACTOR + 1) + 1;
                 let ahead_us = self.service.ahead_of(class);
