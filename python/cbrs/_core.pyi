@@ -99,9 +99,12 @@ class PromptTooLongError(InvalidRequestError):
     """Prompt plus output exceed max_model_len."""
 
 class OverloadedError(CbrsError):
-    """The queue is full. `retry_after_s` says when to try again (None = unknown)."""
+    """The request was refused because of load, a rate or a deadline.
 
-    retry_after_s: float | None
+    `retry_after_s` says after how many seconds to try again.
+    """
+
+    retry_after_s: float
 
 class DeadlineExceededError(CbrsError):
     """The deadline of a request passed while it waited."""
@@ -567,7 +570,7 @@ class Scheduler:
         """Lets requests start again after `pause()`."""
     def is_paused(self) -> bool:
         """Whether `pause()` was called, and `resume()` not since."""
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Counters and gauges by name. Never waits for a step."""
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; running sequences go on, but publish nothing more."""

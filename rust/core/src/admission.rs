@@ -26,6 +26,9 @@ const MAX_TOKENS: u64 = (1 << TOKEN_BITS) - 1;
 /// Most requests that the word can count.
 const MAX_REQUESTS: u64 = (1 << (u64::BITS - TOKEN_BITS)) - 1;
 
+/// Seconds after which to try again, when nothing is known about how fast the queue drains.
+pub const UNKNOWN_RETRY_S: f64 = 1.0;
+
 /// Bounds on waiting requests and their prompt tokens.
 ///
 /// ```
@@ -62,18 +65,28 @@ impl AdmissionGate {
     /// # Errors
     /// `QueueFull`, `QueuedTokensFull`.
     pub fn reserve(&self, num_tokens: u64) -> Result<()> {
+        self.reserve_within(num_tokens, self.max_requests, self.max_tokens)
+    }
+
+    /// The same for a request that may fill only a part of the bounds: `max_requests` and `max_tokens`, if those are lower.
+    ///
+    /// # Errors
+    /// `QueueFull`, `QueuedTokensFull`, with `UNKNOWN_RETRY_S`.
+    pub fn reserve_within(&self, num_tokens: u64, max_requests: usize, max_tokens: u64) -> Result<()> {
+        let (max_requests, max_tokens) = (max_requests.min(self.max_requests), max_tokens.min(self.max_tokens));
         // Relaxed: the exchange checks the value again, and a refusal needs no more than a value that was there.
         let mut queued = self.queued.load(Ordering::Relaxed);
         loop {
-            if requests(queued) >= self.max_requests {
-                return Err(Error::QueueFull { limit: self.max_requests });
+            if requests(queued) >= max_requests {
+                return Err(Error::QueueFull { limit: max_requests, retry_after_s: UNKNOWN_RETRY_S });
             }
             let queued_tokens = tokens(queued);
-            if num_tokens > self.max_tokens - queued_tokens {
+            if num_tokens > max_tokens.saturating_sub(queued_tokens) {
                 return Err(Error::QueuedTokensFull {
                     queued: queued_tokens,
                     requested: num_tokens,
-                    limit: self.max_tokens,
+                    limit: max_tokens,
+                    retry_after_s: UNKNOWN_RETRY_S,
                 });
             }
             // Acquire: pairs with the Release of every `release` before it (the word is changed by exchanges only, which
@@ -103,6 +116,16 @@ impl AdmissionGate {
             requests(queued),
             tokens(queued),
         );
+    }
+
+    /// Most requests that may be reserved.
+    pub fn max_requests(&self) -> usize {
+        self.max_requests
+    }
+
+    /// Most prompt tokens that may be reserved.
+    pub fn max_tokens(&self) -> u64 {
+        self.max_tokens
     }
 
     /// Requests reserved now.

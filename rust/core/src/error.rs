@@ -3,6 +3,8 @@
 //! Variants are facts with fields; the message gives the numbers and the limit. Running out of blocks is
 //! not an error but a scheduling outcome, and a broken invariant is a panic.
 
+use std::sync::Arc;
+
 use thiserror::Error;
 
 /// Result of a fallible call of this crate.
@@ -131,16 +133,34 @@ pub enum Error {
         /// The effective limit on prompt plus output.
         max_model_len: usize,
     },
+    /// A parameter is above what the class or the tenant of the request may ask for.
+    #[error("{name} is {value}, but the cap of the request's {of} is {cap}; ask for at most {cap}, or leave it unset")]
+    AboveCap {
+        /// Name of the parameter.
+        name: &'static str,
+        /// The value given.
+        value: u64,
+        /// The largest value.
+        cap: u32,
+        /// Whose cap it is: class or tenant.
+        of: &'static str,
+    },
     /// The bound on waiting requests is reached.
-    #[error("the queue is full: {limit} requests are waiting (queue_capacity); try again later")]
+    #[error(
+        "the queue is full: {limit} requests are waiting (queue_capacity, or the part of it that is open to the \
+         request's class); try again in {retry_after_s:.3} s"
+    )]
     QueueFull {
         /// The bound.
         limit: usize,
+        /// Seconds after which to try again.
+        retry_after_s: f64,
     },
     /// The bound on waiting prompt tokens is reached.
     #[error(
         "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but \
-         max_queued_tokens is {limit}; try again later"
+         max_queued_tokens (or the part of it that is open to the request's class) is {limit}; try again in \
+         {retry_after_s:.3} s"
     )]
     QueuedTokensFull {
         /// Prompt tokens waiting now.
@@ -149,6 +169,63 @@ pub enum Error {
         requested: u64,
         /// The bound.
         limit: u64,
+        /// Seconds after which to try again.
+        retry_after_s: f64,
+    },
+    /// The tenant fills its part of the queue; the rest is kept for others.
+    #[error(
+        "{queued} {what} of tenant {tenant:?} are waiting, and one tenant may have at most {limit} of them now \
+         (the rest of the queue is kept for others); try again in {retry_after_s:.3} s"
+    )]
+    TenantQueueFull {
+        /// Name of the tenant; empty for requests that name none.
+        tenant: Arc<str>,
+        /// What is counted: "requests", or "seconds of work".
+        what: &'static str,
+        /// How much of it waits.
+        queued: f64,
+        /// How much may wait.
+        limit: f64,
+        /// Seconds after which to try again.
+        retry_after_s: f64,
+    },
+    /// The tenant has used up its rate.
+    #[error("tenant {tenant:?} is above its {what} of {limit}; try again in {retry_after_s:.3} s")]
+    TenantOverRate {
+        /// Name of the tenant; empty for requests that name none.
+        tenant: Arc<str>,
+        /// Which rate: `requests_per_min` or `tokens_per_min`.
+        what: &'static str,
+        /// The rate.
+        limit: f64,
+        /// Seconds after which the request conforms to the rate.
+        retry_after_s: f64,
+    },
+    /// The predicted time in the queue is above its bound.
+    #[error(
+        "the queue is too long: a wait of {predicted_s:.3} s is predicted, but max_queue_s (or the part of it that is \
+         open to the request's class) is {limit_s:.3}; try again in {retry_after_s:.3} s"
+    )]
+    QueueTooLong {
+        /// Seconds that a request would wait.
+        predicted_s: f64,
+        /// The bound.
+        limit_s: f64,
+        /// Seconds after which to try again.
+        retry_after_s: f64,
+    },
+    /// The first token is predicted to come after the deadline.
+    #[error(
+        "the deadline cannot be met: the first token is predicted after {predicted_ms:.1} ms, but the deadline is \
+         after {deadline_ms:.1}; try again in {retry_after_s:.3} s, or with a later deadline"
+    )]
+    DeadlineUnattainable {
+        /// Milliseconds until the first token.
+        predicted_ms: f64,
+        /// The deadline, in milliseconds from the submission.
+        deadline_ms: f64,
+        /// Seconds after which to try again.
+        retry_after_s: f64,
     },
     /// The scheduler was closed.
     #[error("the engine is closed; create a new one")]
@@ -229,4 +306,33 @@ pub enum Error {
         /// What was wrong.
         message: String,
     },
+}
+
+impl Error {
+    /// Seconds after which to try again, of a refusal because of load or rates.
+    pub fn retry_after_s(&self) -> Option<f64> {
+        match *self {
+            Self::QueueFull { retry_after_s, .. }
+            | Self::QueuedTokensFull { retry_after_s, .. }
+            | Self::TenantQueueFull { retry_after_s, .. }
+            | Self::TenantOverRate { retry_after_s, .. }
+            | Self::QueueTooLong { retry_after_s, .. }
+            | Self::DeadlineUnattainable { retry_after_s, .. } => Some(retry_after_s),
+            _ => None,
+        }
+    }
+
+    /// The same refusal with another time after which to try again.
+    pub(crate) fn with_retry_after_s(mut self, seconds: f64) -> Self {
+        match &mut self {
+            Self::QueueFull { retry_after_s, .. }
+            | Self::QueuedTokensFull { retry_after_s, .. }
+            | Self::TenantQueueFull { retry_after_s, .. }
+            | Self::TenantOverRate { retry_after_s, .. }
+            | Self::QueueTooLong { retry_after_s, .. }
+            | Self::DeadlineUnattainable { retry_after_s, .. } => *retry_after_s = seconds,
+            _ => {}
+        }
+        self
+    }
 }

@@ -26,6 +26,11 @@ impl PrefixHasher {
         self.finish(self.state.hash_one((tenant, salt)))
     }
 
+    /// Key of a tenant, "" for requests that name none. Never collided on purpose.
+    pub(crate) fn tenant(&self, name: &str) -> u64 {
+        self.state.hash_one(name)
+    }
+
     /// Hash of a full block below `parent`.
     pub(crate) fn extend(&self, parent: u64, tokens: &[i32]) -> u64 {
         debug_assert_eq!(tokens.len(), self.block_size);

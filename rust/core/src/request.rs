@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::overload::terms::cap_max_tokens;
 use crate::policy::Class;
 use crate::policy::config::check_time_ms;
 use crate::sampling::{SamplingSpec, check_bad_words, check_count, check_logit_bias, check_num_logprobs};
@@ -186,11 +187,16 @@ impl RequestSpec {
         Ok(())
     }
 
-    /// Checks everything that does not depend on load, and returns the effective `max_tokens`.
+    /// Checks everything that does not depend on load, and returns the effective `max_tokens`, at most `cap` (whose owner is named with it).
     ///
     /// # Errors
-    /// `EmptyPrompt`, `TokenOutOfVocabulary`, `InvalidParameter`, `InvalidLength`, `TooManyEntries`, `PromptTooLong`.
-    pub(crate) fn validate(&self, vocab_size: Option<u32>, max_model_len: usize) -> Result<u32> {
+    /// `EmptyPrompt`, `TokenOutOfVocabulary`, `InvalidParameter`, `InvalidLength`, `TooManyEntries`, `PromptTooLong`, `AboveCap`.
+    pub(crate) fn validate(
+        &self,
+        vocab_size: Option<u32>,
+        max_model_len: usize,
+        cap: Option<(u32, &'static str)>,
+    ) -> Result<u32> {
         if self.prompt_token_ids.is_empty() {
             return Err(Error::EmptyPrompt);
         }
@@ -221,7 +227,7 @@ impl RequestSpec {
                 return Err(Error::InvalidParameter { name, value, expected: "above 0 and at most 1e9" });
             }
         }
-        let max_tokens = self.effective_max_tokens(max_model_len)?;
+        let max_tokens = cap_max_tokens(self.max_tokens, self.effective_max_tokens(max_model_len)?, cap)?;
         let min_tokens = self.sampling.min_tokens;
         if min_tokens > max_tokens {
             let value = f64::from(min_tokens);

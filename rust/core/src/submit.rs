@@ -8,12 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::admission::AdmissionGate;
+use crate::admission::UNKNOWN_RETRY_S;
 use crate::config::SchedulerConfig;
 use crate::control::ControlStack;
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::hash::PrefixHasher;
+use crate::overload::terms::{Terms, Times};
+use crate::overload::{AdmissionControl, Arrival, Reservation};
+use crate::policy::PolicyConfig;
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
 use crate::slots::SlotTable;
@@ -27,6 +30,9 @@ pub(crate) struct Submitted {
     pub(crate) id: RequestId,
     pub(crate) spec: RequestSpec,
     pub(crate) max_tokens: u32,
+    /// What it holds at the gate, with its class and its tenant.
+    pub(crate) reservation: Reservation,
+    pub(crate) times: Times,
     pub(crate) root_hash: u64,
     /// Chained hash of each full prompt block.
     pub(crate) hashes: Vec<u64>,
@@ -53,7 +59,7 @@ pub(crate) struct Shared {
     pub(crate) queue: RequestQueue<Box<Submitted>>,
     pub(crate) controls: ControlStack<Control>,
     pub(crate) slots: SlotTable,
-    pub(crate) gate: AdmissionGate,
+    pub(crate) gate: AdmissionControl,
     pub(crate) waker: Waker,
     pub(crate) hasher: PrefixHasher,
     /// The figures of the last step.
@@ -61,6 +67,7 @@ pub(crate) struct Shared {
     /// Whether requests that have not started must wait, and whether the last plan knew that.
     is_paused: AtomicBool,
     is_pause_planned: AtomicBool,
+    rules: PolicyConfig,
     vocab_size: Option<u32>,
     max_model_len: usize,
     hash_prompts: bool,
@@ -74,12 +81,13 @@ impl Shared {
             // Waiting requests are bounded by the gate and started ones by the rows: none starts while a choice of a started one waits for a row
             // (or one of its choices runs).
             slots: SlotTable::new(config.queue_capacity + config.max_num_seqs),
-            gate: AdmissionGate::new(config.queue_capacity, config.max_queued_tokens),
+            gate: AdmissionControl::new(config),
             waker: Waker::new(),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
             stats: Snapshot::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }.to_numbers()),
             is_paused: AtomicBool::new(false),
             is_pause_planned: AtomicBool::new(false),
+            rules: config.rules().clone(),
             vocab_size: config.vocab_size,
             max_model_len: config.max_model_len,
             hash_prompts: config.enable_prefix_caching,
@@ -89,6 +97,11 @@ impl Shared {
     /// Whether a step would find something that it did not know of before.
     pub(crate) fn has_news(&self) -> bool {
         !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed() || self.is_pause_news()
+    }
+
+    /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
+    fn queue_full(&self) -> Error {
+        Error::QueueFull { limit: self.queue.capacity(), retry_after_s: UNKNOWN_RETRY_S }
     }
 
     /// Relaxed, here and below: the waker's fences order the flag with a sleeper's look at it, and it carries no data.
@@ -120,36 +133,52 @@ pub struct Submitter {
 }
 
 impl Submitter {
-    /// Checks a request and queues it. Any thread; never waits.
+    /// Checks a request and queues it; it arrives at the time of the last step. Any thread; never waits.
     ///
     /// # Errors
-    /// What `RequestSpec` can have wrong; `QueueFull`, `QueuedTokensFull`, `Closed`. Nothing stays behind.
+    /// As `submit_at`.
     pub fn submit(&self, spec: RequestSpec) -> Result<RequestId> {
-        self.submit_at(spec, 0)
+        self.submit_at(spec, self.shared.gate.now_ns())
     }
 
-    /// As `submit`, at a time.
-    pub fn submit_at(&self, mut spec: RequestSpec, _now_ns: u64) -> Result<RequestId> {
+    /// Checks a request and queues it; it arrives at `now_ns` on the clock that `step` gets its times from. Any thread; never waits.
+    ///
+    /// # Errors
+    /// What `RequestSpec` can have wrong; `TenantOverRate`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`,
+    /// `QueuedTokensFull`; `Closed`. Nothing stays behind.
+    pub fn submit_at(&self, mut spec: RequestSpec, now_ns: u64) -> Result<RequestId> {
         let shared = &*self.shared;
         if shared.queue.is_closed() {
             return Err(Error::Closed);
         }
         spec.truncate_prompt(shared.max_model_len)?;
-        let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len)?;
-        let num_prompt_tokens = spec.prompt_token_ids.len() as u64;
-        shared.gate.reserve(num_prompt_tokens)?;
+        let terms = Terms::new(&shared.rules, &spec);
+        let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len, terms.max_tokens_cap(&shared.rules))?;
+        let tenant = spec.tenant.clone();
+        let arrival = Arrival {
+            tenant: tenant.as_ref(),
+            limits: terms.limits,
+            class: terms.class,
+            num_prompt_tokens: spec.prompt_token_ids.len() as u64,
+            max_tokens,
+            num_choices: spec.n,
+            deadline_ns: terms.first_token_deadline_ns(),
+            now_ns,
+        };
+        let reservation = shared.gate.reserve(&arrival)?;
         fault::point("submit");
         let (root_hash, hashes) = self.hash_prompt(&spec);
         let Some(id) = shared.slots.acquire() else {
-            shared.gate.release(num_prompt_tokens);
-            return Err(Error::QueueFull { limit: shared.queue.capacity() });
+            shared.gate.give_back(&arrival, &reservation);
+            return Err(shared.queue_full());
         };
-        let request = Box::new(Submitted { id, spec, max_tokens, root_hash, hashes });
+        let times = terms.times(now_ns);
+        let request = Box::new(Submitted { id, spec, max_tokens, reservation, times, root_hash, hashes });
         if let Err(refused) = shared.queue.push(request) {
             shared.slots.release(id);
-            shared.gate.release(num_prompt_tokens);
+            shared.gate.give_back(&arrival, &reservation);
             return Err(match refused {
-                PushError::Full(_) => Error::QueueFull { limit: shared.queue.capacity() },
+                PushError::Full(_) => shared.queue_full(),
                 PushError::Closed(_) => Error::Closed,
             });
         }
@@ -246,6 +275,13 @@ impl Submitter {
         stats.num_queued_tokens = shared.gate.queued_tokens();
         stats.num_accepted_requests = shared.queue.num_pushed();
         stats.is_paused = u64::from(self.is_paused());
+        let load = shared.gate.load();
+        stats.num_refused_requests = shared.gate.num_refused();
+        stats.arrival_rate = load.arrival_rate;
+        stats.service_rate = load.service_rate;
+        stats.load = load.load;
+        stats.queued_service_s = shared.gate.queued_service_s();
+        stats.is_refusing = u64::from(load.is_refusing);
         stats
     }
 }

@@ -29,6 +29,17 @@
 //! | `the_gate_never_holds_more_requests_than_its_bound_within_3_preemptions` | 3 reservers | 3 |
 //! | `the_gate_never_holds_more_tokens_than_its_bound` | 2 reservers | all |
 //! | `a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions` | 2 producers, consumer | 3 |
+//! | `two_first_requests_of_a_tenant_share_a_cell` | 2 submitters | all |
+//! | `a_cell_is_never_taken_over_from_a_tenant_that_came_back` | 2 submitters | all |
+//! | `a_cell_with_something_to_pay_is_not_taken_over` | engine, submitter | all |
+//! | `a_tenant_that_comes_and_goes_is_not_taken_for_one_that_stayed_away` | 2 submitters | all |
+//! | `weights_of_waiting_tenants_add_up` | submitter, engine | all |
+//! | `two_charges_never_share_a_unit_of_a_rate` | 2 submitters | all |
+//! | `a_refund_gives_back_no_more_than_was_charged` | 2 submitters | all |
+//! | `reserved_service_never_exceeds_its_bound` | 2 reservers | all |
+//! | `a_more_urgent_class_is_never_refused_for_a_less_urgent_one` | 2 reservers | all |
+//! | `the_refusing_of_a_class_is_not_ended_by_one_who_looked_before` | submitter, engine | all |
+//! | `two_promises_never_name_the_same_time` | 2 submitters | all |
 //! | `a_snapshot_is_never_a_mixture_of_two` | publisher, reader | all |
 #![cfg(loom)]
 #![allow(clippy::unwrap_used)]
@@ -39,6 +50,8 @@ use std::time::Duration;
 
 use cbrs_core::admission::AdmissionGate;
 use cbrs_core::control::ControlStack;
+use cbrs_core::overload::{Bucket, Outlook, Promises, QueuedService, RateLimit, TenantCell, TenantTable};
+use cbrs_core::policy::Class;
 use cbrs_core::queue::{PushError, RequestQueue};
 use cbrs_core::slots::SlotTable;
 use cbrs_core::snapshot::Snapshot;
@@ -472,6 +485,217 @@ fn a_reservation_guarantees_a_slot_in_the_queue_within_3_preemptions() {
             producers.into_iter().filter(|_| true).map(|p| usize::from(p.join().unwrap())).sum::<usize>();
         num_popped += std::iter::from_fn(|| queue.pop()).count();
         assert_eq!(num_popped, num_accepted);
+    });
+}
+
+/// Keys of tenants that are looked for in the same cells.
+fn tenant_key(tag: u32) -> u64 {
+    u64::from(tag) << 32
+}
+
+#[test]
+fn two_first_requests_of_a_tenant_share_a_cell() {
+    explore_all(|| {
+        let table = Arc::new(TenantTable::new(1));
+        let other = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.acquire(tenant_key(1), 0))
+        };
+        let cell = table.acquire(tenant_key(1), 0);
+        assert_eq!(cell, other.join().unwrap());
+        assert_eq!(table.num_references(), 2);
+        table.release(cell);
+        table.release(cell);
+        assert_eq!(table.num_references(), 0);
+    });
+}
+
+#[test]
+fn a_cell_is_never_taken_over_from_a_tenant_that_came_back() {
+    explore_all(|| {
+        let table = Arc::new(TenantTable::new(1));
+        let left = table.acquire(tenant_key(1), 0);
+        table.release(left);
+        let other = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.acquire(tenant_key(2), 0))
+        };
+        let mine = table.acquire(tenant_key(1), 0);
+        let others = other.join().unwrap();
+        assert!(mine != others && mine != TenantCell::NONE && others != TenantCell::NONE, "{mine:?} and {others:?}");
+        assert_eq!(table.acquire(tenant_key(2), 0), others);
+        assert_eq!(table.num_references(), 3);
+    });
+}
+
+#[test]
+fn a_cell_with_something_to_pay_is_not_taken_over() {
+    explore_all(|| {
+        let table = Arc::new(TenantTable::new(1));
+        let limits = [None, Some(RateLimit::per_min(60.0))];
+        let cell = table.acquire(tenant_key(1), 0);
+        table.charge(cell, limits, 0, 0).unwrap();
+        let engine = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                table.charge_output(cell, 30, 0);
+                table.release(cell);
+            })
+        };
+        let other = table.acquire(tenant_key(2), 0);
+        assert_ne!(other, cell, "30 s are to pay");
+        engine.join().unwrap();
+        assert_eq!(table.acquire(tenant_key(1), 0), cell);
+        assert_eq!(table.charge(cell, limits, 31, 0), Err(("tokens_per_min", 1_000_000_000)));
+    });
+}
+
+/// One looks at a cell that nobody holds; meanwhile its tenant comes, uses its rate, and goes.
+#[test]
+fn a_tenant_that_comes_and_goes_is_not_taken_for_one_that_stayed_away() {
+    explore_all(|| {
+        let table = Arc::new(TenantTable::new(1));
+        let limits = [Some(RateLimit::per_min(60.0)), None];
+        let cell = table.acquire(tenant_key(1), 0);
+        table.release(cell);
+        let owner = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || {
+                let cell = table.acquire(tenant_key(1), 0);
+                table.charge(cell, limits, 1, 0).unwrap();
+                table.release(cell);
+            })
+        };
+        let other = table.acquire(tenant_key(2), 0);
+        for _ in 0..60 {
+            assert_eq!(table.charge(other, limits, 1, 0), Ok(()), "it pays for the tenant before it");
+        }
+        owner.join().unwrap();
+    });
+}
+
+#[test]
+fn weights_of_waiting_tenants_add_up() {
+    explore_all(|| {
+        let table = Arc::new(TenantTable::new(1));
+        let cell = table.acquire(tenant_key(1), 0);
+        table.queue(cell, 2.0, 9).unwrap();
+        let engine = {
+            let table = Arc::clone(&table);
+            thread::spawn(move || table.dequeue(cell))
+        };
+        let has_queued = table.queue(cell, 2.0, 1).is_ok();
+        engine.join().unwrap();
+        assert_eq!(table.queued(cell).requests, u64::from(has_queued));
+        assert_eq!(table.waiting_weight(), if has_queued { 2000 } else { 0 });
+    });
+}
+
+#[test]
+fn two_charges_never_share_a_unit_of_a_rate() {
+    explore_all(|| {
+        let bucket = Arc::new(Bucket::new());
+        let limit = RateLimit::per_min(2.0);
+        let other = {
+            let bucket = Arc::clone(&bucket);
+            thread::spawn(move || [bucket.charge(limit, 1, 0), bucket.charge(limit, 1, 0)])
+        };
+        let mine = bucket.charge(limit, 1, 0);
+        let [first, second] = other.join().unwrap();
+        let num_conforming = [mine, first, second].iter().filter(|result| result.is_ok()).count();
+        assert_eq!(num_conforming, 2);
+        assert!([mine, first, second].contains(&Err(30_000_000_000)));
+    });
+}
+
+#[test]
+fn a_refund_gives_back_no_more_than_was_charged() {
+    explore_all(|| {
+        let bucket = Arc::new(Bucket::new());
+        let limit = RateLimit::per_min(2.0);
+        let other = {
+            let bucket = Arc::clone(&bucket);
+            thread::spawn(move || {
+                if bucket.charge(limit, 1, 7).is_ok() {
+                    bucket.refund(limit, 1);
+                }
+            })
+        };
+        bucket.charge_anyway(limit, 1, 7);
+        other.join().unwrap();
+        assert_eq!(bucket.charge(limit, 2, 7), Err(30_000_000_000));
+        assert_eq!(bucket.charge(limit, 1, 7), Ok(()));
+    });
+}
+
+/// Two reserve 60 of a class each, hold and release; gives what each was told.
+fn reservers_against_service(classes: [Class; 2], limits: [u64; 2]) -> [bool; 2] {
+    let queued = Arc::new(QueuedService::new());
+    queued.reserve(Class::Interactive, 20, u64::MAX).unwrap();
+    let other = {
+        let queued = Arc::clone(&queued);
+        thread::spawn(move || queued.reserve(classes[0], 60, limits[0]).is_ok())
+    };
+    let mine = queued.reserve(classes[1], 60, limits[1]).is_ok();
+    let others = other.join().unwrap();
+    let num_held = u64::from(mine) + u64::from(others);
+    assert_eq!(queued.total(), 20 + 60 * num_held);
+    for (class, is_held) in classes.into_iter().zip([others, mine]) {
+        if is_held {
+            queued.release(class, 60);
+        }
+    }
+    assert_eq!(queued.total(), 20);
+    [others, mine]
+}
+
+#[test]
+fn reserved_service_never_exceeds_its_bound() {
+    explore_all(|| {
+        let [others, mine] = reservers_against_service([Class::Standard; 2], [100; 2]);
+        assert!(others ^ mine, "one of them fits, and not both");
+    });
+}
+
+#[test]
+fn a_more_urgent_class_is_never_refused_for_a_less_urgent_one() {
+    explore_all(|| {
+        let [interactive, _] = reservers_against_service([Class::Interactive, Class::Batch], [80, 80]);
+        assert!(interactive, "what batch holds does not count for it");
+    });
+}
+
+#[test]
+fn the_refusing_of_a_class_is_not_ended_by_one_who_looked_before() {
+    explore_all(|| {
+        let queued = Arc::new(QueuedService::new());
+        queued.reserve(Class::Standard, 100, u64::MAX).unwrap();
+        queued.start_refusing(Class::Standard);
+        let engine = {
+            let queued = Arc::clone(&queued);
+            thread::spawn(move || queued.release(Class::Standard, 50))
+        };
+        let was_refusing = queued.keeps_refusing(Class::Standard);
+        if !was_refusing {
+            assert_eq!(queued.start_refusing(Class::Standard), 50, "the new level is what is left");
+        }
+        engine.join().unwrap();
+        assert_eq!(queued.is_refusing(Class::Standard), !was_refusing);
+    });
+}
+
+#[test]
+fn two_promises_never_name_the_same_time() {
+    explore_all(|| {
+        let promises = Arc::new(Promises::new());
+        let outlook = Outlook { excess_ns: 10, is_closed: true, base_load: 0.4 };
+        let other = {
+            let promises = Arc::clone(&promises);
+            thread::spawn(move || promises.book(0, 50, outlook))
+        };
+        let mut times = [promises.book(0, 50, outlook), other.join().unwrap(), promises.book(0, 50, outlook)];
+        times.sort_unstable();
+        assert_eq!(times, [10, 110, 210]);
     });
 }
 

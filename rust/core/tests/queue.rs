@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cbrs_core::admission::AdmissionGate;
+use cbrs_core::admission::{AdmissionGate, UNKNOWN_RETRY_S};
 use cbrs_core::control::ControlStack;
 use cbrs_core::queue::{PushError, RequestQueue};
 use cbrs_core::slots::SlotTable;
@@ -320,10 +320,13 @@ fn a_live_slot_is_never_given_out_again() {
 fn the_gate_names_the_bound_that_is_reached_and_keeps_nothing() {
     let gate = AdmissionGate::new(2, Some(10));
     assert_eq!(gate.reserve(7), Ok(()));
-    assert_eq!(gate.reserve(4), Err(Error::QueuedTokensFull { queued: 7, requested: 4, limit: 10 }));
+    assert_eq!(
+        gate.reserve(4),
+        Err(Error::QueuedTokensFull { queued: 7, requested: 4, limit: 10, retry_after_s: UNKNOWN_RETRY_S })
+    );
     assert_eq!((gate.queued_requests(), gate.queued_tokens()), (1, 7));
     assert_eq!(gate.reserve(3), Ok(()));
-    assert_eq!(gate.reserve(0), Err(Error::QueueFull { limit: 2 }));
+    assert_eq!(gate.reserve(0), Err(Error::QueueFull { limit: 2, retry_after_s: UNKNOWN_RETRY_S }));
     gate.release(7);
     assert_eq!((gate.queued_requests(), gate.queued_tokens()), (1, 3));
     assert!(matches!(gate.reserve(u64::MAX), Err(Error::QueuedTokensFull { requested: u64::MAX, .. })));

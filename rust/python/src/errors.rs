@@ -14,7 +14,7 @@ create_exception!(
     cbrs.errors,
     OverloadedError,
     CbrsError,
-    "The queue is full. `retry_after_s` says when to try again (None = unknown)."
+    "The request was refused because of load, a rate or a deadline. `retry_after_s` says after how many seconds to try again."
 );
 create_exception!(cbrs.errors, DeadlineExceededError, CbrsError, "The deadline of a request passed while it waited.");
 create_exception!(cbrs.errors, EngineClosedError, CbrsError, "The engine was closed, or belongs to another process.");
@@ -76,9 +76,14 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         | Error::UnknownName { .. }
         | Error::UnknownPolicy { .. }
         | Error::OutOfMemory { .. } => PyValueError::new_err(message),
-        Error::QueueFull { .. } | Error::QueuedTokensFull { .. } => {
+        Error::QueueFull { .. }
+        | Error::QueuedTokensFull { .. }
+        | Error::TenantQueueFull { .. }
+        | Error::TenantOverRate { .. }
+        | Error::QueueTooLong { .. }
+        | Error::DeadlineUnattainable { .. } => {
             let err = OverloadedError::new_err(message);
-            err.value(py).setattr("retry_after_s", py.None())?;
+            err.value(py).setattr("retry_after_s", error.retry_after_s())?;
             err
         }
         Error::Closed => EngineClosedError::new_err(message),
@@ -92,6 +97,7 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         Error::EmptyPrompt
         | Error::TokenOutOfVocabulary { .. }
         | Error::InvalidParameter { .. }
+        | Error::AboveCap { .. }
         | Error::InvalidLength { .. }
         | Error::TooManyEntries { .. }
         | Error::UnusableParameter { .. }
@@ -113,6 +119,7 @@ fn param(error: &Error) -> Option<&'static str> {
         Error::EmptyPrompt | Error::PromptTooLong { .. } => Some("prompt"),
         Error::TokenOutOfVocabulary { field: name, .. }
         | Error::InvalidParameter { name, .. }
+        | Error::AboveCap { name, .. }
         | Error::InvalidLength { name, .. }
         | Error::TooManyEntries { name, .. }
         | Error::UnusableParameter { name, .. }

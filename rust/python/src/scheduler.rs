@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
-use cbrs_core::{Error, OutputSink, RequestId, RequestSpec, Submitter};
+use cbrs_core::{Error, Figure, OutputSink, RequestId, RequestSpec, Submitter};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -145,7 +145,7 @@ impl Scheduler {
             cache_salt: cache_salt.map(Arc::from),
             ..Parameters::read("submit", parameters)?.without_text()?
         };
-        let id = self.submitter.submit(spec).map_err(|error| to_py(&error))?;
+        let id = self.submitter.submit_at(spec, self.now_ns()).map_err(|error| to_py(&error))?;
         Ok(id.as_u64())
     }
 
@@ -261,8 +261,11 @@ impl Scheduler {
     /// Counters and gauges by name. Never waits for a step.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let dict = PyDict::new(py);
-        for (name, value) in self.submitter.stats().entries() {
-            dict.set_item(name, value)?;
+        for (name, figure) in self.submitter.stats().entries() {
+            match figure {
+                Figure::Count(count) => dict.set_item(name, count)?,
+                Figure::Measure(measure) => dict.set_item(name, measure)?,
+            }
         }
         Ok(dict)
     }

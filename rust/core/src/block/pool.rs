@@ -12,7 +12,7 @@
 //! Memory per block: holders 4, links 8, place on the stack 4, besides what the prefix cache has (`prefix.rs`).
 
 use super::prefix::{Parent, PrefixCache, Published};
-use super::roots::RootTable;
+use super::roots::{RootId, RootTable};
 use super::{BlockId, NONE};
 use crate::error::{Error, Result};
 use crate::memory::table_of;
@@ -220,6 +220,11 @@ impl BlockPool {
                 }
             }
         }
+    }
+
+    /// Hash that stands before the first block of each chain with this root.
+    pub(crate) fn root_hash(&self, root: RootId) -> u64 {
+        self.roots.hash(root)
     }
 
     pub(crate) fn roots(&mut self) -> &mut RootTable {

@@ -16,6 +16,8 @@ type RootKey = (Option<Arc<str>>, Option<Arc<str>>);
 #[derive(Debug, Default)]
 struct Root {
     key: RootKey,
+    /// Hash that stands before the first block.
+    hash: u64,
     ref_count: u32,
 }
 
@@ -31,22 +33,23 @@ impl RootTable {
         Self { roots: vec![Root::default()], ids: HashMap::new(), free: Vec::new() }
     }
 
-    /// Finds or makes the root of this tenant and salt and takes a reference to it.
-    pub(crate) fn intern(&mut self, tenant: Option<&Arc<str>>, salt: Option<&Arc<str>>) -> RootId {
+    /// Finds or makes the root of this tenant and salt, whose hash is `hash`, and takes a reference to it.
+    pub(crate) fn intern(&mut self, tenant: Option<&Arc<str>>, salt: Option<&Arc<str>>, hash: u64) -> RootId {
         if tenant.is_none() && salt.is_none() {
+            self.roots[0].hash = hash;
             return RootId(0);
         }
         let key = (tenant.cloned(), salt.cloned());
         let id = match self.ids.get(&key) {
             Some(&id) => id,
-            None => self.insert(key),
+            None => self.insert(key, hash),
         };
         self.acquire(id);
         id
     }
 
-    fn insert(&mut self, key: RootKey) -> RootId {
-        let root = Root { key: key.clone(), ref_count: 0 };
+    fn insert(&mut self, key: RootKey, hash: u64) -> RootId {
+        let root = Root { key: key.clone(), hash, ref_count: 0 };
         let id = if let Some(id) = self.free.pop() {
             self.roots[id.0 as usize] = root;
             id
@@ -75,6 +78,11 @@ impl RootTable {
             self.ids.remove(&key);
             self.free.push(id);
         }
+    }
+
+    /// Hash that stands before the first block of each chain with this root.
+    pub(crate) fn hash(&self, id: RootId) -> u64 {
+        self.roots[id.0 as usize].hash
     }
 
     pub(crate) fn ref_count(&self, id: RootId) -> u32 {

@@ -5,6 +5,9 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
+/// Nanoseconds of a millisecond.
+pub(crate) const NS_PER_MS: f64 = 1e6;
+
 /// How urgent a request is. Classes are served in this order (see `docs/scheduling.md`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[repr(u8)]
@@ -305,8 +308,12 @@ impl PolicyConfig {
 
     /// Whether the tokens of each tenant have to be counted.
     pub(crate) fn counts_service(&self) -> bool {
-        let has_rate = |tenant: &TenantLimits| tenant.tokens_per_min.is_some();
-        self.fairness == Fairness::Weighted || self.tenants.values().any(has_rate) || has_rate(&self.default_tenant)
+        self.fairness == Fairness::Weighted || self.limits_token_rates()
+    }
+
+    /// Whether some tenant may have so many tokens a minute only.
+    pub(crate) fn limits_token_rates(&self) -> bool {
+        self.tenants.values().chain([&self.default_tenant]).any(|tenant| tenant.tokens_per_min.is_some())
     }
 
     /// Admissions of others after which the oldest aged request is next.

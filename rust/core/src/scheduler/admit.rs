@@ -267,7 +267,7 @@ impl Scheduler {
                 let known = sequence.known_mut();
                 if self.config.enable_prefix_caching {
                     let num_blocks = (known.tokens.len() - 1) / block_size;
-                    known.hash_blocks(request.root_hash, num_blocks, &self.shared.hasher, block_size);
+                    known.hash_blocks(self.pool.root_hash(request.root), num_blocks, &self.shared.hasher, block_size);
                 }
                 (slot, request.root, &*known)
             }
@@ -436,7 +436,7 @@ impl Scheduler {
         let request = self.request(slot);
         let (id, num_prompt_tokens) = (request.id.as_u64(), u64::from(request.num_prompt_tokens));
         let num_hit_tokens = self.hits.blocks.len() * self.config.block_size;
-        self.shared.gate.release(num_prompt_tokens);
+        self.shared.gate.release(&request.reservation());
         self.stats.num_prompt_tokens += num_prompt_tokens;
         self.stats.num_cached_prompt_tokens += num_hit_tokens as u64;
         self.pending.started_request_ids.push(id);

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 
 use super::Scheduler;
 use super::sequence::Order;
+use crate::overload::ServiceFigures;
+use crate::policy::Class;
 use crate::policy::cost::{CostModel, StepWork};
 
 /// What a plan may still spend.
@@ -91,7 +93,26 @@ impl Pace {
     }
 }
 
+/// Steps between two publications of what service costs.
+const PUBLISH_INTERVAL: u64 = 16;
+
 impl Scheduler {
+    /// Tells the door what service costs, every few steps.
+    pub(super) fn publish_service(&self) {
+        if !self.step_id.is_multiple_of(PUBLISH_INTERVAL) || !self.pace.cost.is_ready() {
+            return;
+        }
+        let [a, b, c, _] = self.pace.cost.coefficients();
+        let mean_context = self.lanes.total_tokens() as f64 / self.lanes.num_live().max(1) as f64;
+        let is_waiting = self.flows.num_preempted + self.flows.num_listed > 0;
+        self.shared.gate.publish(&ServiceFigures {
+            ns_per_prompt_token: b,
+            ns_per_output_token: a / self.config.max_num_seqs as f64 + b + c * mean_context,
+            expected_output_tokens: Class::ALL.map(|class| self.growth.mean_length(class)),
+            num_startable: if is_waiting { 0 } else { self.rows.num_free() },
+        });
+    }
+
     /// What the next plan may spend before anything is planned. The steps aim below the target by as much as their predictions are off.
     pub(super) fn begin_budget(&mut self) -> Budget {
         let tokens = self.config.max_num_batched_tokens;

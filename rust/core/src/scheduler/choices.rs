@@ -249,11 +249,12 @@ impl Scheduler {
         }
         let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
         self.deadlines.remove(request.next_deadline_ns(), id.slot());
-        self.num_shielded -= usize::from(request.is_shielded);
+        self.num_shielded -= usize::from(request.is_shielded());
         self.flows.leave(self.flows.of(id.slot()));
         if !request.is_started() {
-            self.shared.gate.release(u64::from(request.num_prompt_tokens));
+            self.shared.gate.release(&request.reservation());
         }
+        self.shared.gate.leave(request.tenant);
         self.pool.roots().release(request.root);
         self.shared.slots.release(id);
     }

@@ -160,7 +160,12 @@ impl Scheduler {
         let sequence = &mut self.sequences[state.sequence];
         let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
         if state.may_publish {
-            sequence.known_mut().hash_blocks(request.root_hash, filled.end, &self.shared.hasher, block_size);
+            sequence.known_mut().hash_blocks(
+                self.pool.root_hash(request.root),
+                filled.end,
+                &self.shared.hasher,
+                block_size,
+            );
         }
         let root = request.root;
         for column in filled {

@@ -11,48 +11,35 @@ use crate::submit::{Control, Submitted};
 
 impl Scheduler {
     /// Takes new requests into the waiting list, then applies cancels and finishes.
-    pub(super) fn take_controls(&mut self, now_ns: u64) {
+    pub(super) fn take_controls(&mut self) {
         // Controls are taken before the queue is drained: each of them was pushed after its request, so the request is drained
         // now, unless another producer is in the middle of a push before it. Such a control waits for the next step.
         let mut controls = std::mem::take(&mut self.late_controls);
         controls.extend(self.shared.controls.take_all());
-        self.drain_queue(now_ns);
+        self.drain_queue();
         for control in controls {
             self.apply(control);
         }
     }
 
-    fn drain_queue(&mut self, now_ns: u64) {
+    fn drain_queue(&mut self) {
         while let Some(submitted) = self.shared.queue.pop() {
-            self.enter(*submitted, now_ns);
+            self.enter(*submitted);
         }
     }
 
-    fn enter(&mut self, submitted: Submitted, now_ns: u64) {
-        let Submitted { id, spec, max_tokens, root_hash, hashes } = submitted;
-        let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref());
+    fn enter(&mut self, submitted: Submitted) {
+        let Submitted { id, spec, max_tokens, reservation, times, root_hash, hashes } = submitted;
+        self.rates.enter(reservation.class, u64::from(reservation.service_us));
+        let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref(), root_hash);
         let arrival = self.next_arrival;
         self.next_arrival += 1;
         let seed = spec.sampling.seed.unwrap_or_else(|| derive_seed(self.config.seed, arrival));
-        // Without classes there is one line.
-        let class = if self.is_static() { Class::Standard } else { spec.priority.unwrap_or_default() };
+        // In a fixed group there are no classes.
+        let class = if self.is_static() { Class::Standard } else { reservation.class };
         let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
-        self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (now_ns / 1_000_000) as u32, flow };
-        let after = |ms: Option<f64>| ms.map_or(u64::MAX, |ms| now_ns.saturating_add((ms * 1e6) as u64));
-        let (ttft_deadline_ns, deadline_ns) = (after(spec.ttft_deadline_ms), after(spec.deadline_ms));
-        let target_itl_us = spec.target_itl_ms.map_or(0, |ms| (ms * 1e3).ceil() as u32);
-        let entry = Entry {
-            id,
-            arrival,
-            seed,
-            root,
-            root_hash,
-            max_tokens,
-            ttft_deadline_ns,
-            deadline_ns,
-            target_itl_us,
-            hashes,
-        };
+        self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (times.arrival_ns / 1_000_000) as u32, flow };
+        let entry = Entry { id, arrival, seed, root, max_tokens, reservation, times, hashes };
         let request = Request::new(spec, entry);
         self.deadlines.add(request.next_deadline_ns(), id.slot());
         self.requests[id.slot() as usize] = Some(Box::new(request));
@@ -96,7 +83,7 @@ impl Scheduler {
     pub(super) fn end_all_requests(&mut self) {
         // A producer that claimed its place before the close finishes its push within moments; its request is accepted, so it ends here.
         while !self.shared.queue.is_drained() {
-            self.drain_queue(0);
+            self.drain_queue();
             std::thread::yield_now();
         }
         for slot in 0..self.requests.len() {

@@ -97,7 +97,7 @@ impl Scheduler {
         self.rows.set_tail(row, &known[last_block * block_size..num_computed]);
         self.rows.set_tail_tokens(&[lane.tail_ends], &[token]);
         let last_hash = match last_block {
-            0 => request.root_hash,
+            0 => self.pool.root_hash(request.root),
             _ if state.may_publish => self.pool.hash(self.rows.tables.get(row, last_block as u32 - 1)),
             _ => 0,
         };

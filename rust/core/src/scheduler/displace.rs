@@ -70,7 +70,7 @@ impl Scheduler {
         }
         if self.try_admit(waiter).is_ok() {
             if preempted.is_none() {
-                self.request_mut(slot).is_shielded = true;
+                self.request_mut(slot).shield();
                 self.num_shielded += 1;
             }
             return NONE_BLOCKED;
@@ -115,7 +115,7 @@ impl Scheduler {
 
     /// Starts waiters of a class that others keep out, as far as these can be displaced and this step has tokens for them.
     fn make_way_for(&mut self, class: Class, num_tokens: &mut usize, is_paused: bool) {
-        let mut parked = Vec::new();
+        let mut parked = std::mem::take(&mut self.parked);
         while *num_tokens > 0 && self.num_running_of[class as usize] < self.rules.class_caps[class as usize] {
             if self.rows.num_free() > 0 && !self.lacked_memory[class as usize] || parked.len() >= MAX_LOOKS {
                 break;
@@ -129,6 +129,7 @@ impl Scheduler {
             }
         }
         self.flows.unpark(class, &mut parked);
+        self.parked = parked;
     }
 
     fn start_by_displacing(&mut self, class: Class, flow: u32, waiter: Waiter) -> Option<u32> {
@@ -212,7 +213,7 @@ impl Scheduler {
 
     fn may_be_displaced(&self, row: u32) -> bool {
         let request = self.request(self.sequences[self.rows.get(row).sequence].request.slot());
-        !request.is_shielded && request.num_preemptions < self.rules.max_preemptions
+        request.num_preemptions() < self.rules.max_preemptions
     }
 
     fn displace(&mut self, row: u32) {

@@ -37,6 +37,11 @@ impl Growth {
         self.step_id = 0;
     }
 
+    /// Mean length of the last outputs.
+    pub(super) fn mean_length(&self, class: Class) -> f64 {
+        self.lengths.mean(class)
+    }
+
     /// An output has ended by itself, or by its length.
     pub(super) fn observe(&mut self, class: Class, num_output_tokens: u32) {
         self.lengths.observe(class, num_output_tokens);

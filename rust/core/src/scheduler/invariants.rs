@@ -30,7 +30,7 @@ impl Scheduler {
         assert!(self.requests.iter().all(Option::is_none), "a request is left");
         let shared = &self.shared;
         assert_eq!(shared.slots.num_free(), shared.slots.capacity(), "a slot leaked");
-        assert_eq!((shared.gate.queued_requests(), shared.gate.queued_tokens()), (0, 0), "a reservation leaked");
+        shared.gate.check_drained();
         assert!(self.late_controls.is_empty() && !self.in_flight, "work is left");
     }
 
@@ -61,7 +61,7 @@ impl Scheduler {
         self.flows.check_invariants();
         let with_deadline = self.requests.iter().flatten().filter(|request| request.next_deadline_ns().is_some());
         assert_eq!(with_deadline.count(), self.deadlines.len(), "deadlines are miscounted");
-        let shielded = self.requests.iter().flatten().filter(|request| request.is_shielded);
+        let shielded = self.requests.iter().flatten().filter(|request| request.is_shielded());
         assert_eq!(shielded.count(), self.num_shielded, "shielded requests are miscounted");
         let pinning = self.requests.iter().flatten().filter(|request| !request.pins().is_empty());
         assert_eq!(pinning.count(), self.num_pinning, "pins are miscounted");

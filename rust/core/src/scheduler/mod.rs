@@ -40,6 +40,7 @@ use crate::block::{BlockId, BlockPool, NONE};
 use crate::config::{Policy, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::fault;
+use crate::overload::Rates;
 use crate::policy;
 use crate::policy::Admission;
 use crate::stats::Stats;
@@ -132,6 +133,8 @@ pub struct Scheduler {
     /// Who is passed in the plan being made, and for how many memory was looked for in vain; which classes lack it, now and in the last plan.
     passed: Vec<PassedBy>,
     num_misfits: usize,
+    /// Scratch: flows that are set aside while others are looked at.
+    parked: Vec<flows::Turn>,
     lacks_memory: [bool; 3],
     lacked_memory: [bool; 3],
     rules: Rules,
@@ -156,6 +159,9 @@ pub struct Scheduler {
     /// Controls whose request is still on its way through the queue.
     late_controls: Vec<Control>,
     next_arrival: u64,
+    rates: Rates,
+    /// Time of this step.
+    now_ns: u64,
     /// The decode that is served first when the budget does not reach all.
     rotation: Order,
     stats: Stats,
@@ -221,6 +227,7 @@ impl Scheduler {
             num_shielded: 0,
             passed: Vec::new(),
             num_misfits: 0,
+            parked: Vec::new(),
             lacks_memory: [false; 3],
             lacked_memory: [false; 3],
             rules: Rules::new(&config),
@@ -237,6 +244,8 @@ impl Scheduler {
             exchanged: BlockTableUpdates::default(),
             late_controls: Vec::new(),
             next_arrival: 0,
+            rates: Rates::default(),
+            now_ns: 0,
             rotation: Order::default(),
             stats: Stats::default(),
             sink: None,
@@ -293,7 +302,9 @@ impl Scheduler {
         if !is_closed {
             self.check_result(result)?;
         }
-        self.take_controls(now_ns);
+        self.now_ns = now_ns;
+        self.take_controls();
+        self.rates.tick(now_ns, &self.shared.gate);
         if is_closed {
             self.end_all_requests();
         } else {
@@ -304,6 +315,7 @@ impl Scheduler {
         between();
         fault::point("step: plan");
         self.plan(now_ns);
+        self.publish_service();
         self.report(now_ns);
         Ok(())
     }
@@ -413,6 +425,10 @@ impl Scheduler {
         self.stats.num_cached_blocks = self.pool.num_cached() as u64;
         self.stats.num_used_blocks = self.pool.num_used() as u64;
         self.stats.num_evicted_blocks = self.pool.num_evictions();
+        self.stats.last_step_ns = self.pace.last_step_ns;
+        self.stats.predicted_step_ns = self.pace.predicted_step_ns;
+        self.stats.step_time_error = if self.pace.cost.is_ready() { self.pace.cost.relative_error() } else { 0.0 };
+        self.stats.token_budget = self.pace.token_budget;
         self.shared.stats.publish(self.stats.to_numbers());
     }
 
@@ -483,6 +499,7 @@ struct Rules {
     orders_by_deadline: bool,
     /// Service is counted, for tenants' shares or for their rates.
     counts_service: bool,
+    limits_token_rates: bool,
     max_overtakes: u8,
     max_preemptions: u8,
     max_prefill_interval: u32,
@@ -502,6 +519,7 @@ impl Rules {
             victim: policy.victim,
             orders_by_deadline: policy.order == policy::Order::Edf,
             counts_service: policy.counts_service(),
+            limits_token_rates: policy.limits_token_rates(),
             max_overtakes: policy.max_overtakes,
             max_preemptions: policy.max_preemptions,
             max_prefill_interval: policy.max_prefill_interval,

@@ -78,7 +78,8 @@ impl Scheduler {
         let num_first = if is_batch_due || !is_contended { num_lanes } else { num_urgent };
         let mut has_left_out = !self.plan_lanes(0..num_first, &mut budget);
         self.close_prefilling_gaps();
-        self.pace.token_budget = self.config.max_num_batched_tokens as u64;
+        let num_timely = self.chunk_limit(&budget, 0, budget.tokens);
+        self.pace.token_budget = (self.planned_lanes.len() + num_timely) as u64;
         self.plan_shielded(&mut budget);
         let num_pieces = self.pieces.len();
         // After a preemption memory is short: whoever is admitted now would be displaced next.
@@ -125,7 +126,7 @@ impl Scheduler {
     /// Schedules prompts (or recomputed tokens) of a class that are under way, and admits newcomers, while the budget lasts.
     pub(super) fn plan_prompts(&mut self, class: Class, budget: &mut Budget, may_admit: bool, is_paused: bool) {
         let mut line = self.line_of(class);
-        let mut parked = Vec::new();
+        let mut parked = std::mem::take(&mut self.parked);
         loop {
             if budget.tokens == 0 {
                 break;
@@ -149,6 +150,7 @@ impl Scheduler {
             }
         }
         self.flows.unpark(class, &mut parked);
+        self.parked = parked;
     }
 
     /// The waiting flow that is next, if anybody could start.
@@ -211,7 +213,7 @@ impl Scheduler {
             for index in 0..self.prefilling[class as usize].len() {
                 let row = self.prefilling[class as usize][index];
                 let slot = self.sequences[self.rows.get(row).sequence].request.slot();
-                if left == 0 || !self.request(slot).is_shielded {
+                if left == 0 || !self.request(slot).is_shielded() {
                     continue;
                 }
                 let mut part = Budget { tokens: left, time_ns: f64::INFINITY, owed: 0 };

@@ -124,8 +124,7 @@ impl Scheduler {
         let slot = sequence.request.slot();
         let order = sequence.order;
         self.flows.push_preempted(self.flows.of(slot), order, state.sequence);
-        let request = self.request_mut(slot);
-        request.num_preemptions = request.num_preemptions.saturating_add(1);
+        self.request_mut(slot).count_preemption();
         self.stats.num_preemptions += 1;
     }
 
@@ -179,5 +178,9 @@ impl Scheduler {
     pub(super) fn charge_output(&mut self, row: u32, num_tokens: u32) {
         let num_new = self.rows.charge_up_to(row, num_tokens);
         self.flows.charge(self.flow_of(row), OUTPUT_COST * u64::from(num_new));
+        if self.rules.limits_token_rates {
+            let request = self.request(self.sequences[self.rows.get(row).sequence].request.slot());
+            self.shared.gate.charge_output(request.tenant, u64::from(num_new), self.now_ns);
+        }
     }
 }

@@ -4,6 +4,9 @@
 use super::choices::Fork;
 use super::sequence::Known;
 use crate::block::{BlockId, NONE, RootId};
+use crate::overload::terms::Times;
+use crate::overload::{Reservation, TenantCell};
+use crate::policy::Class;
 use crate::request::{RequestId, RequestSpec};
 use crate::row_tables::NewRow;
 
@@ -16,7 +19,6 @@ pub(super) struct Request {
     /// For the choices that have not started: the last one takes it along.
     pub(super) prompt: Option<Box<Known>>,
     pub(super) seed: u64,
-    pub(super) root_hash: u64,
     /// Where its prefix begins; it holds a reference.
     pub(super) root: RootId,
     pub(super) num_prompt_tokens: u32,
@@ -26,6 +28,10 @@ pub(super) struct Request {
     pub(super) top_k: i32,
     pub(super) top_p: f32,
     pub(super) min_p: f32,
+    /// Predicted service that it holds at the gate until it starts.
+    service_us: u32,
+    /// Its tenant's cell at the gate, which it holds until it ends.
+    pub(super) tenant: TenantCell,
     pub(super) extras: Option<Box<Extras>>,
     /// First of the choices that have started and not ended, or `NONE`.
     pub(super) first_sequence: u32,
@@ -38,11 +44,10 @@ pub(super) struct Request {
     pub(super) num_deferrals: u8,
     /// Later arrivals of its flow admitted before it.
     pub(super) num_overtaken: u8,
-    /// Times that one of its sequences was preempted, up to 255.
-    pub(super) num_preemptions: u8,
-    /// It started because it was aged: it is a victim only for memory safety, and its prompt gets a share of every step.
-    pub(super) is_shielded: bool,
+    /// Times that one of its sequences was preempted, or `SHIELDED`.
+    num_preemptions: u8,
     pub(super) ignore_eos: bool,
+    pub(super) class: Class,
 }
 
 const _: () = assert!(size_of::<Request>() <= 88, "a request is part of what a running sequence costs");
@@ -102,21 +107,19 @@ pub(super) struct Entry {
     pub(super) arrival: u64,
     pub(super) seed: u64,
     pub(super) root: RootId,
-    pub(super) root_hash: u64,
     pub(super) max_tokens: u32,
-    /// `u64::MAX` = none.
-    pub(super) ttft_deadline_ns: u64,
-    pub(super) deadline_ns: u64,
-    /// 0 = none.
-    pub(super) target_itl_us: u32,
+    pub(super) reservation: Reservation,
+    pub(super) times: Times,
     /// Chained hash of each full block of the prompt.
     pub(super) hashes: Vec<u64>,
 }
 
+/// It started because it was aged: it is a victim only for memory safety, and its prompt gets a share of every step.
+const SHIELDED: u8 = u8::MAX;
+
 impl Request {
     pub(super) fn new(spec: RequestSpec, entry: Entry) -> Self {
-        let Entry { id, arrival, seed, root, root_hash, max_tokens, .. } = entry;
-        let Entry { ttft_deadline_ns, deadline_ns, target_itl_us, hashes, .. } = entry;
+        let Entry { id, arrival, seed, root, max_tokens, reservation, times, hashes } = entry;
         let num_prompt_tokens = spec.prompt_token_ids.len() as u32;
         let num_choices = u8::try_from(spec.n).expect("a request has at most MAX_CHOICES choices");
         let (sampling, tokens) = (spec.sampling, spec.prompt_token_ids);
@@ -132,9 +135,11 @@ impl Request {
             num_logprobs: sampling.logprobs.map_or(-1, |count| count as i8),
             prompt_logprobs: spec.prompt_logprobs,
             num_told_prompt_logprobs: 0,
-            ttft_deadline_ns,
-            deadline_ns,
-            target_itl_us,
+            ttft_deadline_ns: times.ttft_deadline_ns.unwrap_or(u64::MAX),
+            deadline_ns: times.deadline_ns.unwrap_or(u64::MAX),
+            target_itl_us: times
+                .target_itl_ns
+                .map_or(0, |target| u32::try_from(target.div_ceil(1000)).unwrap_or(u32::MAX)),
             fork: Fork::Absent,
             pins: Vec::new(),
         };
@@ -144,7 +149,6 @@ impl Request {
             arrival,
             prompt: Some(Box::new(Known::new(tokens, hashes))),
             seed,
-            root_hash,
             root,
             num_prompt_tokens,
             max_num_tokens: num_prompt_tokens + max_tokens,
@@ -152,6 +156,8 @@ impl Request {
             top_k: sampling.top_k,
             top_p: sampling.top_p,
             min_p: sampling.min_p,
+            service_us: reservation.service_us,
+            tenant: reservation.tenant,
             extras: has_extras.then(|| Box::new(extras)),
             first_sequence: NONE,
             num_choices,
@@ -160,13 +166,19 @@ impl Request {
             num_deferrals: 0,
             num_overtaken: 0,
             num_preemptions: 0,
-            is_shielded: false,
             ignore_eos: spec.ignore_eos,
+            class: reservation.class,
         }
     }
 
     pub(super) fn extras(&self) -> &Extras {
         self.extras.as_deref().unwrap_or(&NO_EXTRAS)
+    }
+
+    /// What it holds at the gate.
+    pub(super) fn reservation(&self) -> Reservation {
+        let Self { service_us, num_prompt_tokens, tenant, class, .. } = *self;
+        Reservation { service_us, num_prompt_tokens, tenant, class }
     }
 
     /// The prompt of a request with a choice that has not started.
@@ -197,6 +209,24 @@ impl Request {
     /// Blocks that one of its choices needs at most: the last token is sampled, never computed.
     pub(super) fn max_blocks(&self, block_size: usize) -> usize {
         (self.max_num_tokens as usize - 1).div_ceil(block_size)
+    }
+
+    /// Preemptions so far; beyond every limit once it is shielded.
+    pub(super) fn num_preemptions(&self) -> u8 {
+        self.num_preemptions
+    }
+
+    pub(super) fn count_preemption(&mut self) {
+        self.num_preemptions = self.num_preemptions.saturating_add(1).min(SHIELDED - 1).max(self.num_preemptions);
+    }
+
+    /// It started because it was aged.
+    pub(super) fn shield(&mut self) {
+        self.num_preemptions = SHIELDED;
+    }
+
+    pub(super) fn is_shielded(&self) -> bool {
+        self.num_preemptions == SHIELDED
     }
 
     /// When it is dropped, or ended if it has started.

@@ -1,5 +1,6 @@
 //! Bounds, at the limit and one above; and what must be refused without any effect.
 
+use cbrs_core::admission::UNKNOWN_RETRY_S;
 use cbrs_core::block::{BlockId, BlockPool};
 use cbrs_core::{Error, RequestSpec, SamplingSpec, SchedulerConfig};
 
@@ -63,12 +64,12 @@ fn the_queue_takes_its_capacity_and_not_more() {
             oracle.accept(&[token], 2, Script::constant(9));
         }
         let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9));
-        assert_eq!(refused, Err(Error::QueueFull { limit: 3 }), "round {round}");
+        assert_eq!(refused, Err(Error::QueueFull { limit: 3, retry_after_s: UNKNOWN_RETRY_S }), "round {round}");
         // A started request no longer waits, so one more may.
         oracle.step();
         oracle.accept(&[3], 2, Script::constant(9));
         let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9));
-        assert_eq!(refused, Err(Error::QueueFull { limit: 3 }), "round {round}");
+        assert_eq!(refused, Err(Error::QueueFull { limit: 3, retry_after_s: UNKNOWN_RETRY_S }), "round {round}");
         oracle.drain();
     }
 }
@@ -78,10 +79,16 @@ fn the_queue_takes_its_prompt_tokens_and_not_more() {
     let mut oracle = Oracle::new(SchedulerConfig { max_queued_tokens: Some(10), ..config(16, 4) });
     let first = oracle.accept(&tokens(0..6), 2, Script::constant(9));
     let refused = oracle.submit(RequestSpec::new(tokens(0..5)), Script::constant(9));
-    assert_eq!(refused, Err(Error::QueuedTokensFull { queued: 6, requested: 5, limit: 10 }));
+    assert_eq!(
+        refused,
+        Err(Error::QueuedTokensFull { queued: 6, requested: 5, limit: 10, retry_after_s: UNKNOWN_RETRY_S })
+    );
     oracle.accept(&tokens(0..4), 2, Script::constant(9));
     let refused = oracle.submit(RequestSpec::new(vec![1]), Script::constant(9));
-    assert_eq!(refused, Err(Error::QueuedTokensFull { queued: 10, requested: 1, limit: 10 }));
+    assert_eq!(
+        refused,
+        Err(Error::QueuedTokensFull { queued: 10, requested: 1, limit: 10, retry_after_s: UNKNOWN_RETRY_S })
+    );
     // A cancelled request gives its room back when the next step takes the cancel.
     oracle.cancel(first);
     oracle.step();

@@ -141,7 +141,7 @@ impl OutputProcessor {
         fault::point("text: submit");
         draft.channel = recipient.channel.map(|channel| channel.attach(&self.shared)).transpose()?;
         // The consumer cannot look for this request before it is registered: it needs the lock for that.
-        let id = self.shared.submitter.submit(spec)?;
+        let id = self.shared.submitter.submit_at(spec, now_ns)?;
         live.requests.insert(id.as_u64(), LiveRequest::new(id, draft));
         Ok(id)
     }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use cbrs_core::admission::UNKNOWN_RETRY_S;
 use cbrs_core::{Error, FinishReason, RequestId, RequestSpec, SchedulerConfig, Stats};
 
 use super::cache::Cache;
@@ -182,10 +183,12 @@ impl Model {
         }
         let ((requests, queued), requested) = (self.queued(), num_prompt_tokens as u64);
         if requests == self.config.queue_capacity {
-            return Some(Error::QueueFull { limit: requests });
+            return Some(Error::QueueFull { limit: requests, retry_after_s: UNKNOWN_RETRY_S });
         }
         match self.config.max_queued_tokens {
-            Some(limit) if queued + requested > limit => Some(Error::QueuedTokensFull { queued, requested, limit }),
+            Some(limit) if queued + requested > limit => {
+                Some(Error::QueuedTokensFull { queued, requested, limit, retry_after_s: UNKNOWN_RETRY_S })
+            }
             _ => None,
         }
     }

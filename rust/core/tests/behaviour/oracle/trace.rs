@@ -1,6 +1,6 @@
 //! One number for everything that a step shows: two runs are the same exactly when their digests are.
 
-use cbrs_core::Scheduler;
+use cbrs_core::{Figure, Scheduler};
 
 use crate::rng::mix;
 
@@ -52,6 +52,9 @@ pub(crate) fn digest(scheduler: &Scheduler) -> u64 {
         fold(&mut ids.iter().copied());
     }
     fold(&mut output.finish_reasons.iter().map(|&code| u64::from(code)));
-    fold(&mut scheduler.submitter().stats().entries().iter().map(|&(_, value)| value));
+    fold(&mut scheduler.submitter().stats().entries().iter().map(|&(_, figure)| match figure {
+        Figure::Count(count) => count,
+        Figure::Measure(measure) => measure.to_bits(),
+    }));
     hash
 }

@@ -1,0 +1,492 @@
+//! The door: what is refused, on the submitting thread, before it costs anything.
+//!
+//! A request passes, in this order, the rates of its tenant (`bucket.rs`, `tenants.rs`), its deadline, its tenant's part of the queue, the bound in
+//! seconds (`service.rs`) and those in requests and tokens (`admission.rs`). What it reserves on the way is given back if it is
+//! refused later on the way. How long a request would take is what the engine says (`model.rs`); when a refused one may come back is
+//! promised (`promises.rs`); how much arrives is counted (`rates.rs`).
+//!
+//! *A tenant's part*: with weighted fairness a tenant may add to the queue only while what it has there is below four times what is
+//! free of it (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). Alone it fills 4/5, two of them 8/9;
+//! what is left is for those who have nothing waiting.
+//!
+//! Atomics only: nobody waits for anybody, and nothing is allocated. With neither tenants nor a model a request pays the one
+//! compare-exchange of `AdmissionGate`.
+
+mod bucket;
+mod model;
+mod promises;
+mod rates;
+mod service;
+mod tenants;
+pub(crate) mod terms;
+#[cfg(all(test, not(loom)))]
+mod tests;
+
+use std::sync::Arc;
+
+use crossbeam_utils::CachePadded;
+
+pub use bucket::{Bucket, RateLimit};
+pub use model::{ServiceFigures, ServiceModel};
+pub use promises::{Outlook, Promises};
+pub use rates::{LoadFigures, Rates, Refused};
+pub use service::QueuedService;
+pub use tenants::{TenantCell, TenantQueue, TenantTable};
+
+use crate::admission::{AdmissionGate, UNKNOWN_RETRY_S};
+use crate::config::SchedulerConfig;
+use crate::error::{Error, Result};
+use crate::hash::PrefixHasher;
+use crate::policy::{Class, Fairness, TenantLimits};
+use crate::sync::{AtomicU64, Ordering};
+use service::low_water;
+
+/// What a tenant may have in the queue, relative to what is free of it.
+const TENANT_FACTOR: u64 = 4;
+/// Most of the capacity that more urgent classes are thought to take from a class.
+const MAX_URGENT_LOAD: f64 = 0.95;
+/// Least time that a refusal names.
+const MIN_RETRY_S: f64 = 0.001;
+
+/// What the door has to know of a request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Arrival<'a> {
+    /// Name of its tenant, if it has one.
+    pub(crate) tenant: Option<&'a Arc<str>>,
+    pub(crate) limits: &'a TenantLimits,
+    pub(crate) class: Class,
+    pub(crate) num_prompt_tokens: u64,
+    pub(crate) max_tokens: u32,
+    pub(crate) num_choices: u32,
+    /// Until its first token, from now.
+    pub(crate) deadline_ns: Option<u64>,
+    pub(crate) now_ns: u64,
+}
+
+impl Arrival<'_> {
+    fn tenant_name(&self) -> Arc<str> {
+        self.tenant.map_or_else(|| Arc::from(""), Arc::clone)
+    }
+
+    fn rate_limits(&self) -> [Option<RateLimit>; 2] {
+        [self.limits.requests_per_min, self.limits.tokens_per_min].map(|rate| rate.map(RateLimit::per_min))
+    }
+}
+
+/// What an accepted request holds: its place in the queue until `release`, its tenant's cell until `leave`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reservation {
+    /// Predicted service, in microseconds; 0 = unknown.
+    pub(crate) service_us: u32,
+    pub(crate) num_prompt_tokens: u32,
+    pub(crate) tenant: TenantCell,
+    pub(crate) class: Class,
+}
+
+/// Decides at the door; shared by submitting threads and the engine.
+#[derive(Debug)]
+pub(crate) struct AdmissionControl {
+    bounds: AdmissionGate,
+    /// Parts of the bounds by class.
+    max_requests: [usize; 3],
+    max_tokens: [u64; 3],
+    max_queue_us: [Option<f64>; 3],
+    service: QueuedService,
+    model: ServiceModel,
+    promises: Promises,
+    /// Only if some rule needs it.
+    tenants: Option<TenantTable>,
+    is_weighted: bool,
+    hasher: PrefixHasher,
+    /// Time of the last step.
+    now_ns: CachePadded<AtomicU64>,
+    refusals: CachePadded<Refusals>,
+    load: CachePadded<PublishedLoad>,
+}
+
+#[derive(Debug)]
+struct Refusals {
+    num_requests: AtomicU64,
+    /// Of these, because of load, and their service.
+    num_by_load: AtomicU64,
+    by_load_us: AtomicU64,
+}
+
+/// `LoadFigures` as bits.
+#[derive(Debug)]
+struct PublishedLoad {
+    arrival_rate: AtomicU64,
+    service_rate: AtomicU64,
+    load: AtomicU64,
+    /// Load of the classes before each.
+    urgent_loads: [AtomicU64; 3],
+    base_load: AtomicU64,
+    is_refusing: AtomicU64,
+}
+
+impl AdmissionControl {
+    pub(crate) fn new(config: &SchedulerConfig) -> Self {
+        let rules = config.rules();
+        let bounds = AdmissionGate::new(config.queue_capacity, config.max_queued_tokens);
+        let shares: [f64; 3] = std::array::from_fn(|class| rules.classes[class].queue_share);
+        let limited = |limits: &TenantLimits| limits.requests_per_min.is_some() || limits.tokens_per_min.is_some();
+        let is_weighted = rules.fairness == Fairness::Weighted;
+        let needs_tenants = is_weighted || rules.tenants.values().chain([&rules.default_tenant]).any(limited);
+        let zero = || AtomicU64::new(0);
+        Self {
+            max_requests: shares.map(|share| ((bounds.max_requests() as f64 * share) as usize).max(1)),
+            max_tokens: shares.map(|share| part_of_tokens(bounds.max_tokens(), share)),
+            max_queue_us: shares.map(|share| rules.max_queue_s.map(|seconds| seconds * share * 1e6)),
+            service: QueuedService::new(),
+            model: ServiceModel::new(),
+            promises: Promises::new(),
+            tenants: needs_tenants.then(|| TenantTable::new(config.queue_capacity + config.max_num_seqs)),
+            is_weighted,
+            hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
+            now_ns: CachePadded::new(zero()),
+            refusals: CachePadded::new(Refusals { num_requests: zero(), num_by_load: zero(), by_load_us: zero() }),
+            load: CachePadded::new(PublishedLoad {
+                arrival_rate: zero(),
+                service_rate: zero(),
+                load: zero(),
+                urgent_loads: [zero(), zero(), zero()],
+                base_load: zero(),
+                is_refusing: zero(),
+            }),
+            bounds,
+        }
+    }
+
+    /// Reserves what a request needs, or nothing.
+    ///
+    /// # Errors
+    /// `TenantOverRate`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
+    pub(crate) fn reserve(&self, arrival: &Arrival<'_>) -> Result<Reservation> {
+        let tenant = self.tenants.as_ref().map_or(TenantCell::NONE, |tenants| {
+            tenants.acquire(self.hasher.tenant(arrival.tenant.map_or("", |name| name)), arrival.now_ns)
+        });
+        let result = self.charge_rates(arrival, tenant).and_then(|()| {
+            let reserved = self.reserve_queue(arrival, tenant);
+            if reserved.is_err()
+                && let Some(tenants) = &self.tenants
+            {
+                tenants.refund(tenant, arrival.rate_limits(), arrival.num_prompt_tokens);
+            }
+            reserved
+        });
+        if result.is_err() {
+            self.refusals.num_requests.fetch_add(1, Ordering::Relaxed);
+            self.leave(tenant);
+        }
+        result
+    }
+
+    fn charge_rates(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> Result<()> {
+        let Some(tenants) = &self.tenants else {
+            return Ok(());
+        };
+        let charged = tenants.charge(tenant, arrival.rate_limits(), arrival.num_prompt_tokens, arrival.now_ns);
+        charged.map_err(|(what, retry_ns)| Error::TenantOverRate {
+            tenant: arrival.tenant_name(),
+            what,
+            limit: match what {
+                "requests_per_min" => arrival.limits.requests_per_min,
+                _ => arrival.limits.tokens_per_min,
+            }
+            .unwrap_or(0.0),
+            retry_after_s: (retry_ns as f64 / 1e9).max(MIN_RETRY_S),
+        })
+    }
+
+    /// Everything behind the rates.
+    fn reserve_queue(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> Result<Reservation> {
+        let class = arrival.class;
+        let service_ns =
+            self.model.service_ns(class, arrival.num_prompt_tokens, arrival.max_tokens, arrival.num_choices);
+        let service_us = service_ns.map_or(0, |ns| u32::try_from(ns.div_ceil(1000)).unwrap_or(u32::MAX));
+        let num_prompt_tokens = arrival.num_prompt_tokens as u32;
+        let reservation = Reservation { service_us, num_prompt_tokens, tenant, class };
+        if service_ns.is_some() {
+            self.check_deadline(arrival, &reservation)?;
+        }
+        self.queue_for_tenant(arrival, &reservation)?;
+        let held = self.queue_service(arrival, &reservation).inspect_err(|_| {
+            self.tenants.iter().for_each(|tenants| tenants.dequeue(tenant));
+        });
+        held?;
+        let (max_requests, max_tokens) = (self.max_requests[class as usize], self.max_tokens[class as usize]);
+        self.bounds.reserve_within(arrival.num_prompt_tokens, max_requests, max_tokens).map_err(|error| {
+            self.release_service(&reservation);
+            let excess = match error {
+                Error::QueuedTokensFull { queued, requested, .. } => {
+                    let over = (queued + requested).saturating_sub(low_water(max_tokens));
+                    over as f64 / queued.max(1) as f64
+                }
+                _ => 1.0 - low_water(max_requests as u64) as f64 / max_requests as f64,
+            };
+            let excess_us = self.service.total() as f64 * excess.min(1.0);
+            error.with_retry_after_s(self.promise(arrival, &reservation, excess_us, false))
+        })?;
+        Ok(reservation)
+    }
+
+    /// Refuses what cannot have its first token in time.
+    fn check_deadline(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+        let Some(deadline_ns) = arrival.deadline_ns else {
+            return Ok(());
+        };
+        let prompt_us = self.model.prompt_ns(arrival.num_prompt_tokens) as f64 / 1e3;
+        let deadline_us = deadline_ns as f64 / 1e3;
+        let wait_us = self.predicted_wait_us(arrival, reservation.tenant);
+        if wait_us + prompt_us <= deadline_us {
+            return Ok(());
+        }
+        // To a tenth below, so that there is room for more than one when they come back.
+        let room_us = (deadline_us - prompt_us).max(0.0) * 0.9;
+        let retry_after_s = if wait_us > 0.0 {
+            let excess_us = (wait_us - room_us) * (1.0 - self.urgent_load(arrival.class));
+            self.promise(arrival, reservation, excess_us, false)
+        } else {
+            // Not because of load: its prompt alone takes longer.
+            UNKNOWN_RETRY_S
+        };
+        let (predicted_ms, deadline_ms) = ((wait_us + prompt_us) / 1e3, deadline_us / 1e3);
+        Err(Error::DeadlineUnattainable { predicted_ms, deadline_ms, retry_after_s })
+    }
+
+    /// Microseconds that a request would wait for a row.
+    fn predicted_wait_us(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> f64 {
+        let num_queued = self.bounds.queued_requests() as u64;
+        let num_startable = self.model.num_startable();
+        if num_queued < num_startable {
+            return 0.0;
+        }
+        let share_left = 1.0 - self.urgent_load(arrival.class);
+        let mut ahead_us = self.service.ahead_of(arrival.class) as f64;
+        if let Some(tenants) = self.tenants.as_ref().filter(|_| self.is_weighted && tenant != TenantCell::NONE) {
+            let own_us = tenants.queued(tenant).service_us as f64;
+            let fair_us = own_us * tenants.fair_slowdown(tenant, arrival.limits.weight);
+            ahead_us = ahead_us.min(self.service.more_urgent_than(arrival.class) as f64 + fair_us);
+        }
+        // The first of those that wait start in the next step.
+        let num_waiting = num_queued.max(1);
+        ahead_us * (num_waiting.saturating_sub(num_startable) as f64 / num_waiting as f64) / share_left
+    }
+
+    /// Counts the request for its tenant, within the tenant's part of the queue.
+    fn queue_for_tenant(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+        let Some(tenants) = &self.tenants else {
+            return Ok(());
+        };
+        let num_queued = self.bounds.queued_requests() as u64;
+        let max_requests = self.max_requests[arrival.class as usize] as u64;
+        let num_free = max_requests.saturating_sub(num_queued);
+        // A queue that is full is refused for what it is.
+        let limit = if self.is_weighted && num_free > 0 { TENANT_FACTOR * num_free } else { u64::MAX };
+        tenants.queue(reservation.tenant, arrival.limits.weight, limit).map_err(|own| {
+            // With each of its requests that starts, its limit rises by four.
+            let num_over = (own - limit) / (TENANT_FACTOR + 1) + 1;
+            let excess_us = self.service.total() as f64 * (num_over as f64 / num_queued.max(1) as f64).min(1.0);
+            let retry_after_s = self.promise(arrival, reservation, excess_us, false);
+            let (tenant, what, queued, limit) = (arrival.tenant_name(), "requests", own as f64, limit as f64);
+            Error::TenantQueueFull { tenant, what, queued, limit, retry_after_s }
+        })
+    }
+
+    /// Reserves the predicted service, within the bound in seconds and the tenant's part of it.
+    fn queue_service(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+        let Reservation { service_us, tenant, class, .. } = *reservation;
+        if service_us == 0 {
+            return Ok(());
+        }
+        let service_us = u64::from(service_us);
+        let Some(max_queue_us) = self.max_queue_us[class as usize] else {
+            // Without a bound neither refuses.
+            let _ = self.service.reserve(class, service_us, u64::MAX);
+            let _ = self.tenants.as_ref().map(|tenants| tenants.queue_service(tenant, service_us, u64::MAX));
+            return Ok(());
+        };
+        let share_left = 1.0 - self.urgent_load(class);
+        let limit_us = (max_queue_us * share_left) as u64;
+        let too_long = |ahead_us: u64, most_us: u64| {
+            let excess_us = ahead_us.saturating_sub(low_water(self.service.start_refusing(class)));
+            let retry_after_s = self.promise(arrival, reservation, excess_us as f64 / share_left, true);
+            let [predicted_s, limit_s] = [ahead_us, most_us].map(|us| us as f64 / 1e6 / share_left);
+            Error::QueueTooLong { predicted_s, limit_s, retry_after_s }
+        };
+        let free_us = limit_us.saturating_sub(self.service.ahead_of(class));
+        // A queue that is full is refused for what it is.
+        let part_us = if self.is_weighted && free_us > 0 { TENANT_FACTOR * free_us } else { u64::MAX };
+        // A tenant that is far from filling its part need not wait until the queue of others has become shorter.
+        let own_us = self.tenants.as_ref().map_or(0, |tenants| tenants.queued(tenant).service_us);
+        let is_modest = self.is_weighted && tenant != TenantCell::NONE && own_us < part_us / 2;
+        if !is_modest && self.service.keeps_refusing(class) {
+            let low_us = low_water(self.service.start_refusing(class));
+            return Err(too_long(self.service.ahead_of(class), low_us));
+        }
+        if let Some(tenants) = &self.tenants {
+            tenants.queue_service(tenant, service_us, part_us).map_err(|own_us| {
+                let over_us = (own_us - part_us) / (TENANT_FACTOR + 1) + 1;
+                let ahead_us = self.service.ahead_of(class);
+                let excess_us = over_us.max(ahead_us.saturating_sub(low_water(self.service.start_refusing(class))));
+                let retry_after_s = self.promise(arrival, reservation, excess_us as f64 / share_left, true);
+                let [queued, limit] = [own_us, part_us].map(|us| us as f64 / 1e6);
+                let tenant = arrival.tenant_name();
+                Error::TenantQueueFull { tenant, what: "seconds of work", queued, limit, retry_after_s }
+            })?;
+        }
+        self.service.reserve(class, service_us, limit_us).map_err(|ahead_us| {
+            self.tenants.iter().for_each(|tenants| tenants.dequeue_service(tenant, service_us));
+            too_long(ahead_us, limit_us)
+        })
+    }
+
+    /// Counts a refusal because of load, and promises when the request may come back: seconds from now.
+    fn promise(&self, arrival: &Arrival<'_>, reservation: &Reservation, excess_us: f64, is_closed: bool) -> f64 {
+        let service_us = u64::from(reservation.service_us);
+        self.refusals.num_by_load.fetch_add(1, Ordering::Relaxed);
+        self.refusals.by_load_us.fetch_add(service_us, Ordering::Relaxed);
+        if service_us == 0 {
+            return UNKNOWN_RETRY_S;
+        }
+        let excess_ns = (excess_us.max(0.0) * 1e3) as u64;
+        let outlook = Outlook { excess_ns, is_closed, base_load: read(&self.load.base_load) };
+        let promised = self.promises.book(arrival.now_ns, service_us * 1000, outlook);
+        (promised.saturating_sub(arrival.now_ns) as f64 / 1e9).max(MIN_RETRY_S)
+    }
+
+    fn urgent_load(&self, class: Class) -> f64 {
+        read(&self.load.urgent_loads[class as usize]).min(MAX_URGENT_LOAD)
+    }
+
+    /// Gives back the place in the queue: the request starts, or ends without having started.
+    ///
+    /// # Panics
+    /// If it was given back before, as far as that can be seen.
+    pub(crate) fn release(&self, reservation: &Reservation) {
+        self.release_service(reservation);
+        self.bounds.release(u64::from(reservation.num_prompt_tokens));
+    }
+
+    fn release_service(&self, reservation: &Reservation) {
+        let Reservation { service_us, tenant, class, .. } = *reservation;
+        if service_us > 0 {
+            self.service.release(class, u64::from(service_us));
+        }
+        if let Some(tenants) = &self.tenants {
+            tenants.dequeue_service(tenant, u64::from(service_us));
+            tenants.dequeue(tenant);
+        }
+    }
+
+    /// Gives up the hold on the tenant's cell: the request has ended.
+    pub(crate) fn leave(&self, tenant: TenantCell) {
+        if let Some(tenants) = &self.tenants {
+            tenants.release(tenant);
+        }
+    }
+
+    /// Gives everything back, as if the request had never come: it cannot be queued after all.
+    pub(crate) fn give_back(&self, arrival: &Arrival<'_>, reservation: &Reservation) {
+        self.release(reservation);
+        if let Some(tenants) = &self.tenants {
+            tenants.refund(reservation.tenant, arrival.rate_limits(), arrival.num_prompt_tokens);
+        }
+        self.leave(reservation.tenant);
+    }
+
+    /// Charges output tokens to the rate of the tenant of a live request.
+    #[allow(dead_code, reason = "called by the scheduler's policy")]
+    pub(crate) fn charge_output(&self, tenant: TenantCell, num_tokens: u64, now_ns: u64) {
+        if let Some(tenants) = &self.tenants {
+            tenants.charge_output(tenant, num_tokens, now_ns);
+        }
+    }
+
+    /// What the engine knows of its speed and its work.
+    #[allow(dead_code, reason = "called by the scheduler's policy")]
+    pub(crate) fn publish(&self, figures: &ServiceFigures) {
+        self.model.publish(figures);
+    }
+
+    pub(crate) fn publish_load(&self, figures: &LoadFigures) {
+        let load = &*self.load;
+        let [interactive, standard, _] = figures.class_loads;
+        let urgent_loads = [0.0, interactive, interactive + standard];
+        for (published, value) in load.urgent_loads.iter().zip(urgent_loads) {
+            published.store(value.to_bits(), Ordering::Relaxed);
+        }
+        load.arrival_rate.store(figures.arrival_rate.to_bits(), Ordering::Relaxed);
+        load.service_rate.store(figures.service_rate.to_bits(), Ordering::Relaxed);
+        load.load.store(figures.load.to_bits(), Ordering::Relaxed);
+        load.base_load.store(figures.base_load.to_bits(), Ordering::Relaxed);
+        load.is_refusing.store(u64::from(figures.is_refusing), Ordering::Relaxed);
+    }
+
+    /// The last published figures of load, without those by class; `is_refusing` also while a class waits for its queue to become shorter.
+    pub(crate) fn load(&self) -> LoadFigures {
+        let load = &*self.load;
+        LoadFigures {
+            arrival_rate: read(&load.arrival_rate),
+            service_rate: read(&load.service_rate),
+            load: read(&load.load),
+            class_loads: [0.0; 3],
+            base_load: read(&load.base_load),
+            is_refusing: load.is_refusing.load(Ordering::Relaxed) > 0
+                || Class::ALL.into_iter().any(|class| self.service.is_refusing(class)),
+        }
+    }
+
+    /// Refused because of load.
+    pub(crate) fn refused(&self) -> Refused {
+        Refused {
+            num_requests: self.refusals.num_by_load.load(Ordering::Relaxed),
+            service_us: self.refusals.by_load_us.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Refused for whatever reason.
+    pub(crate) fn num_refused(&self) -> u64 {
+        self.refusals.num_requests.load(Ordering::Relaxed)
+    }
+
+    /// Time of the last step.
+    pub(crate) fn now_ns(&self) -> u64 {
+        self.now_ns.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_now_ns(&self, now_ns: u64) {
+        self.now_ns.store(now_ns, Ordering::Relaxed);
+    }
+
+    pub(crate) fn queued_requests(&self) -> usize {
+        self.bounds.queued_requests()
+    }
+
+    pub(crate) fn queued_tokens(&self) -> u64 {
+        self.bounds.queued_tokens()
+    }
+
+    /// Predicted seconds of service in the queue.
+    pub(crate) fn queued_service_s(&self) -> f64 {
+        self.service.total() as f64 / 1e6
+    }
+
+    /// Panics unless nobody holds anything.
+    pub(crate) fn check_drained(&self) {
+        assert_eq!((self.queued_requests(), self.queued_tokens()), (0, 0), "a reservation leaked");
+        assert_eq!(self.service.total(), 0, "reserved service leaked");
+        if let Some(tenants) = &self.tenants {
+            assert_eq!((tenants.num_references(), tenants.waiting_weight()), (0, 0), "a hold on a tenant leaked");
+        }
+    }
+}
+
+/// A part of a bound on tokens; the whole one exactly.
+fn part_of_tokens(max_tokens: u64, share: f64) -> u64 {
+    if share >= 1.0 { max_tokens } else { ((max_tokens as f64 * share) as u64).max(1) }
+}
+
+fn read(number: &AtomicU64) -> f64 {
+    f64::from_bits(number.load(Ordering::Relaxed))
+}
