@@ -194,7 +194,8 @@ def test_bounds_of_the_queue_are_exact_and_a_refusal_is_immediate():
     scheduler.submit([2] * 6)
     with pytest.raises(OverloadedError, match="max_queued_tokens is 10") as caught:
         scheduler.submit([1])
-    assert caught.value.retry_after_s == 1.0, "nothing is known yet about how fast the queue drains"
+    # Nothing is known yet about how fast the queue drains.
+    assert caught.value.retry_after_s == 1.0
     scheduler.step()
     for _ in range(3):
         scheduler.submit([1], max_tokens=1)

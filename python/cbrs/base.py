@@ -102,7 +102,7 @@ class BaseLLM:
         """Returns the settings in effect: every field is decided."""
         return self.engine.config
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int | float]:
         """Returns the scheduler's gauges and counters; never waits for a step."""
         return self.engine.scheduler.stats()
 

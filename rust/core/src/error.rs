@@ -147,8 +147,8 @@ pub enum Error {
     },
     /// The bound on waiting requests is reached.
     #[error(
-        "the queue is full: {limit} requests are waiting (queue_capacity, or the part of it that is open to the \
-         request's class); try again in {retry_after_s:.3} s"
+        "the queue is full: {limit} requests are waiting (queue_capacity, of which a class fills its queue_share); try \
+         again in {retry_after_s:.3} s"
     )]
     QueueFull {
         /// The bound.
@@ -159,8 +159,7 @@ pub enum Error {
     /// The bound on waiting prompt tokens is reached.
     #[error(
         "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but \
-         max_queued_tokens (or the part of it that is open to the request's class) is {limit}; try again in \
-         {retry_after_s:.3} s"
+         max_queued_tokens is {limit} for its class; try again in {retry_after_s:.3} s"
     )]
     QueuedTokensFull {
         /// Prompt tokens waiting now.
@@ -203,13 +202,14 @@ pub enum Error {
     },
     /// The predicted time in the queue is above its bound.
     #[error(
-        "the queue is too long: a wait of {predicted_s:.3} s is predicted, but max_queue_s (or the part of it that is \
-         open to the request's class) is {limit_s:.3}; try again in {retry_after_s:.3} s"
+        "the queue is too long: a wait of {predicted_s:.3} s is predicted, but at most {limit_s:.3} are allowed now \
+         (max_queue_s, of which a class fills its queue_share; 9/10 of it until a queue that was full is shorter); try \
+         again in {retry_after_s:.3} s"
     )]
     QueueTooLong {
         /// Seconds that a request would wait.
         predicted_s: f64,
-        /// The bound.
+        /// What is allowed now.
         limit_s: f64,
         /// Seconds after which to try again.
         retry_after_s: f64,

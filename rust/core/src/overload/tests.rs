@@ -220,7 +220,8 @@ fn heavier_tenants_wait_less() {
 fn rates_of_a_tenant_are_charged_for_what_is_let_in() {
     let limits = TenantLimits { requests_per_min: Some(30.0), tokens_per_min: Some(6000.0), ..TenantLimits::default() };
     let gold: Arc<str> = Arc::from("gold");
-    let door = door(3, fcfs(|rules| drop(rules.tenants.insert(Arc::clone(&gold), limits.clone()))));
+    let rules = fcfs(|rules| rules.tenants = [(Arc::clone(&gold), limits.clone())].into());
+    let door = door(3, rules);
     let request =
         Arrival { tenant: Some(&gold), num_prompt_tokens: 1000, now_ns: 5 * S, ..arrival(&limits, Class::Batch) };
     let (held, refused) = fill(&door, &request);
@@ -383,10 +384,13 @@ fn burst(door: &AdmissionControl, deadline_ns: Option<u64>, seed: u64) -> Outcom
     outcome
 }
 
+/// Its name, its door, and a deadline of all requests.
+type Scenario<'a> = (&'a str, &'a dyn Fn() -> AdmissionControl, Option<u64>);
+
 #[test]
 fn nine_of_ten_who_come_back_when_they_were_told_are_admitted() {
     let bound_in_seconds = |seconds| move |rules: &mut PolicyConfig| rules.max_queue_s = Some(seconds);
-    let scenarios: [(&str, &dyn Fn() -> AdmissionControl, Option<u64>); 6] = [
+    let scenarios: [Scenario<'_>; 6] = [
         ("2 s", &|| door(100_000, fcfs(bound_in_seconds(2.0))), None),
         ("10 s", &|| door(100_000, fcfs(bound_in_seconds(10.0))), None),
         ("30 s", &|| door(100_000, fcfs(bound_in_seconds(30.0))), None),
@@ -397,7 +401,6 @@ fn nine_of_ten_who_come_back_when_they_were_told_are_admitted() {
     for (name, make, deadline_ns) in scenarios {
         for seed in 0..5 {
             let outcome = burst(&make(), deadline_ns, seed);
-            eprintln!("{name}, seed {seed}: {outcome:?}");
             assert!(outcome.num_refused > 500, "{name}, seed {seed}: {outcome:?}");
             assert_eq!(outcome.num_returns, outcome.num_refused);
             let part = outcome.num_kept as f64 / outcome.num_returns as f64;
