@@ -8,7 +8,7 @@
 use super::lengths::{HORIZONS, Survival};
 
 /// Standard deviations above the expected number for which there must be room.
-const SAFETY: f64 = 1.0;
+const SAFETY: f64 = 3.0;
 
 /// Expected blocks, and their variance, at each horizon.
 #[derive(Debug, Default)]

@@ -3,7 +3,7 @@
 //!
 //! 1. For a higher class nobody is displaced unless the one who waits can start then. Nobody who is in the plan is: nothing is planned yet.
 //! 2. For a tenant, a sequence of the same class is displaced whose tenant, even without it, holds no less for its weight than the one who
-//!    waits will; at most one in a step, and what it frees is kept for the one who waits. So displacements even out, and end.
+//!    waits will; at most one in a step, none if a class had to give way in it, and what it frees is kept for the one who waits. So displacements even out, and end.
 //! 3. Nobody is displaced more than `max_preemptions` times, nor who started because it was aged, nor the first of all that runs.
 
 use std::collections::HashMap;
@@ -218,6 +218,7 @@ impl Scheduler {
 
     fn displace(&mut self, row: u32) {
         self.preempt(row);
+        self.displaced_in_step = self.step_id;
         // The row may be given to somebody else at once.
         self.close_prefilling_gaps();
         self.stats.num_displacements += 1;
@@ -241,7 +242,6 @@ impl Scheduler {
             return false;
         }
         let Some(victim) = self.pick_of_tenant(flow, waiter) else { return false };
-        self.displaced_in_step = self.step_id;
         self.displace(victim);
         self.reserved_flow = if self.rows.num_free() == 0 || self.is_short(waiter) { Some(flow) } else { None };
         true

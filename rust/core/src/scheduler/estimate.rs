@@ -60,7 +60,10 @@ impl Scheduler {
             // One for each that may grow, so that a newcomer does not displace, or get displaced, at once.
             Admission::Prompt => needs.num_new + self.rows.num_growing() + usize::from(needs.num_growth > 0),
             Admission::Guaranteed => needs.num_new + self.rows.num_growth() + needs.num_growth,
-            Admission::Estimated => needs.num_new + self.estimate_growth(needs),
+            Admission::Estimated => {
+                let at_once = self.rows.num_growing() + usize::from(needs.num_growth > 0);
+                needs.num_new + self.estimate_growth(needs).max(at_once)
+            }
         };
         required.saturating_sub(available)
     }

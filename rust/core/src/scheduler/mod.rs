@@ -120,7 +120,7 @@ pub struct Scheduler {
     aging: Aging,
     /// For whom a sequence was displaced that has not started yet.
     reserved_flow: Option<u32>,
-    /// Step in which a sequence was last displaced for a tenant.
+    /// Step in which a sequence was last displaced.
     displaced_in_step: u64,
     /// Steps in which nobody of a class could be displaced for a tenant.
     no_tenant_to_displace: [u64; 3],

@@ -94,8 +94,16 @@ impl Scheduler {
             has_left_out |= !self.plan_batch_lanes(num_first, &mut budget);
             self.close_prefilling_gaps();
         }
-        let may_admit = may_admit(self, Class::Batch);
-        self.plan_prompts(Class::Batch, &mut budget, may_admit, is_paused);
+        let may_admit_batch = may_admit(self, Class::Batch);
+        self.plan_prompts(Class::Batch, &mut budget, may_admit_batch, is_paused);
+        if budget.is_timed() && self.planned_lanes.len() == 0 && self.pieces.is_empty() {
+            // Those for whom the time was kept have lost their blocks: a step without anything helps nobody.
+            budget.time_ns = f64::INFINITY;
+            for class in Class::ALL {
+                let may_admit = may_admit(self, class);
+                self.plan_prompts(class, &mut budget, may_admit, is_paused);
+            }
+        }
         self.end_admission();
         self.note_left_out(num_urgent < num_lanes && has_left_out, self.pieces.len() > num_pieces);
     }

@@ -4,7 +4,7 @@ use cbrs_core::admission::UNKNOWN_RETRY_S;
 use cbrs_core::block::{BlockId, BlockPool};
 use cbrs_core::{Error, RequestSpec, SamplingSpec, SchedulerConfig};
 
-use crate::oracle::Oracle;
+use crate::oracle::{Oracle, without_time};
 use crate::script::Script;
 
 fn config(num_blocks: usize, block_size: usize) -> SchedulerConfig {
@@ -63,12 +63,12 @@ fn the_queue_takes_its_capacity_and_not_more() {
         for token in 0..3 {
             oracle.accept(&[token], 2, Script::constant(9));
         }
-        let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9));
+        let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9)).map_err(without_time);
         assert_eq!(refused, Err(Error::QueueFull { limit: 3, retry_after_s: UNKNOWN_RETRY_S }), "round {round}");
         // A started request no longer waits, so one more may.
         oracle.step();
         oracle.accept(&[3], 2, Script::constant(9));
-        let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9));
+        let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9)).map_err(without_time);
         assert_eq!(refused, Err(Error::QueueFull { limit: 3, retry_after_s: UNKNOWN_RETRY_S }), "round {round}");
         oracle.drain();
     }

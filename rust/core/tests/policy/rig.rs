@@ -220,9 +220,13 @@ impl Rig {
         // d: whoever got a token and goes on is served again at once, or was preempted.
         let is_urgent = |id: &u64| self.requests[id].class != Class::Batch;
         let num_lanes = output.request_ids.iter().filter(|&&id| self.requests[&id].end.is_none()).count();
-        if num_lanes <= self.budget {
+        // Memory comes first: a decode without a block waits for those that are in the plan already.
+        if num_lanes <= self.budget && self.scheduler.pool().num_available() > 0 {
             for id in output.request_ids.iter().filter(|id| is_urgent(id) && self.requests[id].end.is_none()) {
-                assert!(in_batch.contains(id) || self.requests[id].row.is_none(), "decode {id} does not advance");
+                // Preempted, and perhaps admitted again at once.
+                let row = self.requests[id].row;
+                let is_new = row.is_none_or(|row| self.scheduler.batch().new_rows.contains(&row));
+                assert!(in_batch.contains(id) || is_new, "decode {id} does not advance");
             }
         }
         // A preempted request is never overtaken within its class and tenant.
