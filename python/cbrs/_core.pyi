@@ -45,6 +45,7 @@ __version__: str
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = npt.NDArray[np.integer[Any]] | Iterable[SupportsIndex]
+Priority: TypeAlias = Literal["interactive", "standard", "batch"]
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "error"]
 LogprobArrays: TypeAlias = tuple[Int32Array, Float32Array, Int32Array]
 
@@ -66,12 +67,54 @@ class _SamplingParameters(TypedDict, total=False):
     logprobs: SupportsIndex | None
     prompt_logprobs: SupportsIndex | None
     truncate_prompt_tokens: SupportsIndex | None
-    priority: None
-    ttft_deadline_ms: None
-    deadline_ms: None
-    target_itl_ms: None
+    priority: Priority | None
+    ttft_deadline_ms: float | None
+    deadline_ms: float | None
+    target_itl_ms: float | None
     cache_key_extra: None
     draft_token_ids: None
+
+class _ClassLimits(TypedDict, total=False):
+    """Defaults and limits of one class; None = none."""
+
+    target_itl_ms: float | None
+    ttft_deadline_ms: float | None
+    deadline_ms: float | None
+    max_tokens: SupportsIndex | None
+    max_num_seqs: SupportsIndex | None
+    queue_share: float
+
+class _TenantLimits(TypedDict, total=False):
+    """Weight, defaults and limits of one tenant; None = none."""
+
+    weight: float
+    priority: Priority | None
+    requests_per_min: float | None
+    tokens_per_min: float | None
+    max_tokens: SupportsIndex | None
+    max_num_seqs: SupportsIndex | None
+    target_itl_ms: float | None
+    ttft_deadline_ms: float | None
+    deadline_ms: float | None
+
+class _PolicyRules(TypedDict, total=False):
+    """The policy part by part; as a keyword argument, None leaves a part as `policy` says."""
+
+    fairness: Literal["off", "weighted"] | None
+    order: Literal["fcfs", "edf"] | None
+    admission: Literal["prompt", "estimated", "guaranteed"] | None
+    victim: Literal["newest", "cost"] | None
+    max_overtakes: SupportsIndex | None
+    max_preemptions: SupportsIndex | None
+    max_prefill_interval: SupportsIndex | None
+    max_batch_pause_steps: SupportsIndex | None
+    aging_s: float | None
+    aged_share: float | None
+    target_itl_ms: float | None
+    max_queue_s: float | None
+    classes: Mapping[Priority, _ClassLimits] | None
+    tenants: Mapping[str, _TenantLimits] | None
+    default_tenant: _TenantLimits | None
 
 class _RequestParameters(_SamplingParameters, total=False):
     """All parameters of a request with text."""
@@ -131,6 +174,12 @@ class SchedulerConfig:
     """Limits and policy of one scheduler; a wrong field raises `ValueError` naming it.
 
     `max_model_len` is lowered to what the pool holds; read it back from here.
+
+    `policy` is a built-in (None = "fcfs", or "fair" or "static"), the path of a `.toml` file, or a
+    dict with the same keys, whose key `policy` names the built-in to start from (without it:
+    "fair"). Every other key is a keyword too, and wins over the policy's value; of the tables
+    (`classes`, `tenants`, `default_tenant`) those keys do that are given. "static" has no rules,
+    and takes none.
     """
 
     def __new__(
@@ -147,9 +196,10 @@ class SchedulerConfig:
         queue_capacity: SupportsIndex | None = None,
         max_queued_tokens: SupportsIndex | None = None,
         max_prefill_chunk_tokens: SupportsIndex | None = None,
-        policy: str = "fcfs",
+        policy: str | PathLike[str] | dict[str, Any] | None = None,
         clock: str = "monotonic",
         seed: int | None = None,
+        **rules: Unpack[_PolicyRules],
     ) -> SchedulerConfig: ...
     @property
     def max_num_seqs(self) -> int: ...
@@ -175,7 +225,51 @@ class SchedulerConfig:
     @property
     def max_prefill_chunk_tokens(self) -> int | None: ...
     @property
-    def policy(self) -> str: ...
+    def policy(self) -> str:
+        """Name of the built-in that the policy started from."""
+    @property
+    def policy_settings(self) -> dict[str, Any]:
+        """The whole policy in effect, as a new dict that `policy=` takes; of "static" only its
+        name.
+        """
+    @property
+    def fairness(self) -> str:
+        """Whether tenants of a class share it by weight: "off" or "weighted"."""
+    @property
+    def order(self) -> str:
+        """Who of a tenant comes first: "fcfs" (arrival) or "edf" (earliest deadline)."""
+    @property
+    def admission(self) -> str:
+        """Memory that must be free before a request starts: "prompt", "estimated" or
+        "guaranteed".
+        """
+    @property
+    def victim(self) -> str:
+        """Who gives up row and blocks: "newest" or "cost" (least to compute again)."""
+    @property
+    def max_overtakes(self) -> int:
+        """Later arrivals of its class and tenant that may start before one that lacks memory."""
+    @property
+    def max_preemptions(self) -> int:
+        """Preemptions after which a sequence is a victim only for memory safety."""
+    @property
+    def max_prefill_interval(self) -> int:
+        """In every so many steps the highest waiting class gets a chunk of a prompt."""
+    @property
+    def max_batch_pause_steps(self) -> int:
+        """Longest pause of a batch decode, in steps."""
+    @property
+    def aging_s(self) -> float:
+        """Seconds of waiting after which a request is aged."""
+    @property
+    def aged_share(self) -> float:
+        """Part of admissions that the oldest aged request is owed."""
+    @property
+    def target_itl_ms(self) -> float | None:
+        """Longest time between two tokens, in milliseconds, of requests that set no other."""
+    @property
+    def max_queue_s(self) -> float | None:
+        """Bound on the predicted seconds of waiting; None = none."""
     @property
     def clock(self) -> str: ...
     @property
@@ -476,9 +570,10 @@ class StepResult:
     `K` most likely ids, where `K` is the largest `num_logprobs` of the batch; each row is read only
     as far as it asked. It is needed if a sampled row asked. `prompt_logprobs` is the same for the
     `P` prompt tokens of the batch. A row with a `row_error` gets no token and ends with an error:
-    1 (or True) = its logits were unusable, 2 = its parameters exclude every token.
-    `draft_token_ids` and `step_time_ns` are part of the contract but not of this version: a value
-    for one of them raises `InvalidRequestError`.
+    1 (or True) = its logits were unusable, 2 = its parameters exclude every token. `step_time_ns`
+    is how long the step took, in nanoseconds; without it, the time from the `step` call that
+    planned it to the one that commits it counts. `draft_token_ids` is part of the contract but not
+    of this version: a value raises `InvalidRequestError`.
     """
 
     def __new__(
@@ -490,13 +585,16 @@ class StepResult:
         logprobs: LogprobArrays | None = None,
         prompt_logprobs: LogprobArrays | None = None,
         draft_token_ids: None = None,
-        step_time_ns: None = None,
+        step_time_ns: SupportsIndex | None = None,
     ) -> StepResult: ...
     @property
     def step_id(self) -> int: ...
     @property
     def token_ids(self) -> Int32Array:
         """int32 `[R]`."""
+    @property
+    def step_time_ns(self) -> int | None:
+        """How long the step took; None = the scheduler's clock says so."""
 
 @final
 class Scheduler:
@@ -534,7 +632,7 @@ class Scheduler:
         no samples.
         Returns the new batch, with `num_seqs == 0` if nothing can run; with `block=True` it then
         waits until
-        there is something to run or to report. Raises `StepError` (nothing changed) or
+        there is something to run or to report, such as a deadline that passes. Raises `StepError` (nothing changed) or
         `EngineClosedError`.
         """
     def _time_step(self, result: TokenIds) -> list[int]: ...

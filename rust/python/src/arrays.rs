@@ -1,4 +1,4 @@
-//! Integers and token ids from Python.
+//! Numbers and token ids from Python.
 
 use std::ptr;
 
@@ -8,7 +8,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyBool, PyList};
 
 use crate::errors::to_py;
 
@@ -21,6 +21,22 @@ pub(crate) fn integer(value: &Bound<'_, PyAny>, name: &str) -> PyResult<i64> {
         }
         Err(_) => Err(PyTypeError::new_err(format!("{name} must be an integer, not {}", value.get_type().name()?))),
     }
+}
+
+/// Reads a number that need not be whole; one beyond a float becomes infinite, so that the range check names the limit.
+pub(crate) fn number(value: &Bound<'_, PyAny>, name: &str) -> PyResult<f64> {
+    if value.is_instance_of::<PyBool>() {
+        return Err(wrong_type(name, "a number", value));
+    }
+    match value.extract::<f64>() {
+        Err(err) if err.is_instance_of::<PyOverflowError>(value.py()) => Ok(f64::INFINITY),
+        number => number.map_err(|_| wrong_type(name, "a number", value)),
+    }
+}
+
+/// A `TypeError` that says what a value must be.
+pub(crate) fn wrong_type(name: &str, expected: &str, value: &Bound<'_, PyAny>) -> PyErr {
+    PyTypeError::new_err(format!("{name} must be {expected}, not {}", type_name(value)))
 }
 
 /// The value of an `int` (no subclass) of at most 64 bits: the common item of a list, read with one call.

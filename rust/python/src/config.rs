@@ -1,16 +1,21 @@
 //! `SchedulerConfig` as a Python class: keyword-only, checked at construction, readable back.
 
-use cbrs_core::{Error, Policy};
+use cbrs_core::Error;
+use cbrs_core::policy::PolicyConfig;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
 use crate::parameters::read_seed;
+use crate::policy::{self, GivenPolicy, config_error};
 
 /// Limits and policy of one scheduler. Checked at construction; a wrong field raises `ValueError` naming it.
 ///
-/// `max_model_len` is lowered to what the pool holds; read it back from here.
+/// `max_model_len` is lowered to what the pool holds; read it back from here. `policy` is a built-in ("fcfs", "fair" or "static"), the path of
+/// a `.toml` file, or a dict with the same keys; every one of them is a keyword too, which wins over the policy's value. `policy_settings`
+/// tells all of them.
 #[pyclass(frozen, module = "cbrs")]
 pub(crate) struct SchedulerConfig {
     pub(crate) core: cbrs_core::SchedulerConfig,
@@ -41,12 +46,18 @@ fn random_seed() -> u64 {
     RandomState::new().hash_one(0u8)
 }
 
+impl SchedulerConfig {
+    fn rules(&self) -> &PolicyConfig {
+        self.core.rules.as_ref().expect("a validated configuration has its rules")
+    }
+}
+
 #[pymethods]
 impl SchedulerConfig {
     #[new]
     #[pyo3(signature = (*, max_num_seqs, max_num_batched_tokens, num_blocks, max_model_len, block_size=None, vocab_size=None,
         eos_token_ids=None, enable_prefix_caching=true, queue_capacity=None, max_queued_tokens=None,
-        max_prefill_chunk_tokens=None, policy="fcfs", clock="monotonic", seed=None))]
+        max_prefill_chunk_tokens=None, policy=None, clock="monotonic", seed=None, **rules))]
     #[allow(clippy::too_many_arguments)] // the keyword arguments of the Python class
     fn new(
         max_num_seqs: &Bound<'_, PyAny>,
@@ -60,10 +71,14 @@ impl SchedulerConfig {
         queue_capacity: Option<&Bound<'_, PyAny>>,
         max_queued_tokens: Option<&Bound<'_, PyAny>>,
         max_prefill_chunk_tokens: Option<&Bound<'_, PyAny>>,
-        policy: &str,
+        policy: Option<&Bound<'_, PyAny>>,
         clock: &str,
         seed: Option<&Bound<'_, PyAny>>,
+        rules: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        let mut given = GivenPolicy::read(policy)?;
+        given.set_keywords("SchedulerConfig", rules)?;
+        let (policy, rules) = given.finish()?;
         let defaults = cbrs_core::SchedulerConfig::default();
         let vocab_size = optional_size(vocab_size, "vocab_size")?;
         let core = cbrs_core::SchedulerConfig {
@@ -78,7 +93,8 @@ impl SchedulerConfig {
             queue_capacity: optional_size(queue_capacity, "queue_capacity")?.unwrap_or(defaults.queue_capacity),
             max_queued_tokens: optional_size(max_queued_tokens, "max_queued_tokens")?.map(|size| size as u64),
             max_prefill_chunk_tokens: optional_size(max_prefill_chunk_tokens, "max_prefill_chunk_tokens")?,
-            policy: Policy::from_name(policy).map_err(|error| to_py(&error))?,
+            policy,
+            rules: Some(rules),
             seed: seed.map(read_seed).transpose()?.unwrap_or_else(random_seed),
             hash_seed: random_seed(),
             ..defaults
@@ -88,7 +104,7 @@ impl SchedulerConfig {
             "manual" => true,
             _ => return Err(PyValueError::new_err(format!("clock is {clock:?}; choose \"monotonic\" or \"manual\""))),
         };
-        Ok(Self { core: core.validate().map_err(|error| to_py(&error))?, is_manual_clock })
+        Ok(Self { core: core.validate().map_err(|error| config_error(&error))?, is_manual_clock })
     }
 
     #[getter]
@@ -147,9 +163,76 @@ impl SchedulerConfig {
         self.core.max_prefill_chunk_tokens
     }
 
+    /// Name of the built-in that the policy started from.
     #[getter]
     fn policy(&self) -> &'static str {
         self.core.policy.name()
+    }
+
+    /// The whole policy in effect, as a new dict that `policy=` takes; of "static" only its name.
+    #[getter]
+    fn policy_settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        policy::settings(py, self.core.policy, self.rules())
+    }
+
+    #[getter]
+    fn fairness(&self) -> &'static str {
+        self.rules().fairness.name()
+    }
+
+    #[getter]
+    fn order(&self) -> &'static str {
+        self.rules().order.name()
+    }
+
+    #[getter]
+    fn admission(&self) -> &'static str {
+        self.rules().admission.name()
+    }
+
+    #[getter]
+    fn victim(&self) -> &'static str {
+        self.rules().victim.name()
+    }
+
+    #[getter]
+    fn max_overtakes(&self) -> u8 {
+        self.rules().max_overtakes
+    }
+
+    #[getter]
+    fn max_preemptions(&self) -> u8 {
+        self.rules().max_preemptions
+    }
+
+    #[getter]
+    fn max_prefill_interval(&self) -> u32 {
+        self.rules().max_prefill_interval
+    }
+
+    #[getter]
+    fn max_batch_pause_steps(&self) -> u32 {
+        self.rules().max_batch_pause_steps
+    }
+
+    #[getter]
+    fn aging_s(&self) -> f64 {
+        self.rules().aging_s
+    }
+
+    #[getter]
+    fn aged_share(&self) -> f64 {
+        self.rules().aged_share
+    }
+
+    #[getter]
+    fn target_itl_ms(&self) -> Option<f64> {
+        self.rules().target_itl_ms
+    }
+
+    #[getter]
+    fn max_queue_s(&self) -> Option<f64> {
+        self.rules().max_queue_s
     }
 
     #[getter]

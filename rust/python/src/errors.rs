@@ -129,6 +129,15 @@ fn param(error: &Error) -> Option<&'static str> {
     }
 }
 
+/// An `InvalidRequestError` about this parameter.
+pub(crate) fn invalid_request(param: &'static str, error: &Error) -> PyErr {
+    let make = |py: Python<'_>| {
+        let err = PyErr::from_type(invalid_request_class(py)?, error.to_string());
+        err.value(py).setattr("param", param).map(|()| err)
+    };
+    Python::attach(|py| make(py).unwrap_or_else(|failure| failure))
+}
+
 /// A `StepError` with this message.
 pub(crate) fn step_error(py: Python<'_>, message: &str) -> PyErr {
     step_error_class(py).map_or_else(|failure| failure, |class| PyErr::from_type(class, message.to_owned()))

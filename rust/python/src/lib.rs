@@ -10,6 +10,7 @@ mod loading;
 mod logprobs;
 mod memory;
 mod parameters;
+mod policy;
 mod row_tables;
 mod scheduler;
 mod step_output;

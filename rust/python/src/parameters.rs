@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
+use cbrs_core::policy::Class;
 use cbrs_core::{Error, RequestSpec};
 use cbrs_text::{StopStrings, TextSpec};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-use crate::arrays::{integer, token_ids};
-use crate::errors::to_py;
+use crate::arrays::{integer, number, token_ids};
+use crate::errors::{invalid_request, to_py};
 
 /// Parameters that requests will have in a later version; giving one a value is an error until then.
-const LATER: [&str; 6] =
-    ["priority", "ttft_deadline_ms", "deadline_ms", "target_itl_ms", "cache_key_extra", "draft_token_ids"];
+const LATER: [&str; 2] = ["cache_key_extra", "draft_token_ids"];
 
 /// Everything that a request says besides its prompt.
 #[derive(Debug, Default)]
@@ -67,6 +67,7 @@ impl Parameters {
         let is_set = self
             .set_end(name, value)
             .and_then(|is_set| if is_set { Ok(true) } else { self.set_sampling(name, value) })
+            .and_then(|is_set| if is_set { Ok(true) } else { self.set_service(name, value) })
             .and_then(|is_set| if is_set { Ok(true) } else { self.set_text(name, value) });
         // None says nothing, and no parameter can be read from it: what fails is there.
         if value.is_none() && is_set.is_err() { Ok(true) } else { is_set }
@@ -82,8 +83,24 @@ impl Parameters {
             "stop_token_ids" => spec.stop_token_ids = token_ids(value, "stop_token_ids")?,
             "ignore_eos" => spec.ignore_eos = value.extract()?,
             "truncate_prompt_tokens" => spec.truncate_prompt_tokens = Some(integer(value, "truncate_prompt_tokens")?),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Parameters about whom the request belongs to and how soon it is served.
+    fn set_service(&mut self, name: &str, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let spec = &mut self.spec;
+        match name {
             "tenant" => spec.tenant = Some(Arc::from(value.extract::<&str>()?)),
             "cache_salt" => spec.cache_salt = Some(Arc::from(value.extract::<&str>()?)),
+            "priority" => {
+                let class = Class::from_name(value.extract()?);
+                spec.priority = Some(class.map_err(|error| invalid_request("priority", &error))?);
+            }
+            "ttft_deadline_ms" => spec.ttft_deadline_ms = Some(number(value, name)?),
+            "deadline_ms" => spec.deadline_ms = Some(number(value, name)?),
+            "target_itl_ms" => spec.target_itl_ms = Some(number(value, name)?),
             _ => return Ok(false),
         }
         Ok(true)

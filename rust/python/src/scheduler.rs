@@ -19,7 +19,7 @@ use crate::config::SchedulerConfig;
 use crate::errors::{EngineDeadError, step_error, to_py};
 use crate::memory::Memory;
 use crate::parameters::{Parameters, positive_max_tokens};
-use crate::stepping::{GivenResult, StepState};
+use crate::stepping::{GivenResult, StepState, Stepped};
 use crate::views::Views;
 
 /// Longest wait between two looks at pending signals.
@@ -61,6 +61,16 @@ impl Scheduler {
         match &self.clock {
             Clock::Monotonic(start) => start.elapsed().as_nanos() as u64,
             Clock::Manual(time) => time.load(Ordering::Acquire),
+        }
+    }
+
+    /// How long a step may wait for news if the core has something to do by itself at `timer_ns`. A manual clock stands still meanwhile.
+    fn longest_wait(&self, timer_ns: Option<u64>) -> Duration {
+        match (&self.clock, timer_ns) {
+            (Clock::Monotonic(_), Some(timer_ns)) => {
+                SIGNAL_INTERVAL.min(Duration::from_nanos(timer_ns.saturating_sub(self.now_ns())))
+            }
+            _ => SIGNAL_INTERVAL,
         }
     }
 
@@ -153,7 +163,7 @@ impl Scheduler {
     ///
     /// `result` is an int32 array (or sequence) with one token per entry of the last batch's `sample_index`, or a `StepResult`; None if that
     /// batch had no samples. Returns the new batch, with `num_seqs == 0` if nothing can run. With `block=True` it then waits until
-    /// there is something to run or to report; signals are handled at least every 100 ms.
+    /// there is something to run or to report, such as a deadline that passes; signals are handled at least every 100 ms.
     ///
     /// Raises `StepError` if the result does not fit the batch in flight (nothing changed), `EngineClosedError` after `close()`.
     #[pyo3(signature = (result=None, block=false))]
@@ -163,10 +173,11 @@ impl Scheduler {
         let mut state = this.begin_step(py)?;
         let mut given = GivenResult::read(result, &mut state.tokens)?;
         loop {
-            if let Some(batch) = this.run_step(this.memory.bind(py), &given, &mut state, block)? {
-                return Ok(batch);
-            }
-            py.detach(|| this.submitter.wait_for_news(SIGNAL_INTERVAL));
+            let next_timer_ns = match this.run_step(this.memory.bind(py), &given, &mut state, block)? {
+                Stepped::Batch(batch) => return Ok(batch),
+                Stepped::Idle { next_timer_ns } => next_timer_ns,
+            };
+            py.detach(|| this.submitter.wait_for_news(this.longest_wait(next_timer_ns)));
             py.check_signals()?;
             given = GivenResult::None;
         }

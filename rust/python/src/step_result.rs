@@ -4,15 +4,16 @@ use cbrs_core::Error;
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-use crate::arrays::token_ids;
+use crate::arrays::{integer, token_ids};
 use crate::errors::to_py;
 use crate::logprobs::LogprobMatrix;
 
 /// Sampled tokens of one batch, with what else may be said about them.
 ///
 /// `logprobs` is `(token_ids int32 [R, 1 + K], values float32 [R, 1 + K], ranks int32 [R])`: the token itself, then the `K` most likely ids;
-/// `prompt_logprobs` is the same for the `P` prompt tokens of the batch. `draft_token_ids` and `step_time_ns` are part of the contract but
-/// not of this version.
+/// `prompt_logprobs` is the same for the `P` prompt tokens of the batch. `step_time_ns` is how long the step took, in nanoseconds; without it,
+/// the time from the `step` call that planned it to the one that commits it counts. `draft_token_ids` is part of the contract but not of
+/// this version.
 #[pyclass(frozen, module = "cbrs")]
 pub(crate) struct StepResult {
     step_id: u64,
@@ -21,6 +22,7 @@ pub(crate) struct StepResult {
     row_error: Option<Vec<u8>>,
     logprobs: Option<LogprobMatrix>,
     prompt_logprobs: Option<LogprobMatrix>,
+    step_time_ns: Option<u64>,
 }
 
 impl StepResult {
@@ -32,6 +34,7 @@ impl StepResult {
             row_error: self.row_error.as_deref(),
             logprobs: self.logprobs.as_ref().map(LogprobMatrix::as_core),
             prompt_logprobs: self.prompt_logprobs.as_ref().map(LogprobMatrix::as_core),
+            step_time_ns: self.step_time_ns,
         }
     }
 }
@@ -52,9 +55,8 @@ impl StepResult {
         draft_token_ids: Option<&Bound<'_, PyAny>>,
         step_time_ns: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let later = [("draft_token_ids", draft_token_ids), ("step_time_ns", step_time_ns)];
-        if let Some(&(name, _)) = later.iter().find(|(_, value)| value.is_some()) {
-            return Err(to_py(&Error::Unsupported { name }));
+        if draft_token_ids.is_some() {
+            return Err(to_py(&Error::Unsupported { name: "draft_token_ids" }));
         }
         let token_start = token_start.map(|start| self::token_ids(start, "token_start")).transpose()?;
         Ok(Self {
@@ -66,6 +68,7 @@ impl StepResult {
             prompt_logprobs: prompt_logprobs
                 .map(|matrix| LogprobMatrix::read(matrix, "prompt_logprobs"))
                 .transpose()?,
+            step_time_ns: step_time_ns.map(nanoseconds).transpose()?,
         })
     }
 
@@ -80,6 +83,12 @@ impl StepResult {
         PyArray1::from_slice(py, &self.token_ids)
     }
 
+    /// How long the step took; None = the scheduler's clock says so.
+    #[getter]
+    fn step_time_ns(&self) -> Option<u64> {
+        self.step_time_ns
+    }
+
     fn __repr__(&self) -> String {
         format!("StepResult(step_id={}, num_tokens={})", self.step_id, self.token_ids.len())
     }
@@ -87,6 +96,12 @@ impl StepResult {
 
 fn result_token_ids(value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     token_ids(value, "token_ids")
+}
+
+fn nanoseconds(value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let time = integer(value, "step_time_ns")?;
+    let (name, value, expected) = ("step_time_ns", time as f64, ">= 0");
+    u64::try_from(time).map_err(|_| to_py(&Error::InvalidParameter { name, value, expected }))
 }
 
 /// Any iterable of truth values or codes; what is no code of its own counts as 1.

@@ -42,6 +42,15 @@ pub(crate) enum GivenResult<'py> {
     Full(Bound<'py, StepResult>),
 }
 
+/// What came of one step.
+pub(crate) enum Stepped {
+    Batch(Batch),
+    /// The caller wants to wait for something to run or to tell, and there is nothing before this time, unless somebody calls for it.
+    Idle {
+        next_timer_ns: Option<u64>,
+    },
+}
+
 impl<'py> GivenResult<'py> {
     pub(crate) fn read(result: Option<&Bound<'py, PyAny>>, tokens: &mut Vec<i32>) -> PyResult<Self> {
         let Some(result) = result else { return Ok(Self::None) };
@@ -74,19 +83,19 @@ fn sampled_tokens(result: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
 }
 
 impl Scheduler {
-    /// Runs one step of the core. `None` if the caller wants to wait for something to run or to tell, and there is nothing.
+    /// Runs one step of the core.
     pub(crate) fn run_step(
         &self,
         memory: &Bound<'_, Memory>,
         given: &GivenResult<'_>,
         state: &mut StepState,
         is_waiting: bool,
-    ) -> PyResult<Option<Batch>> {
+    ) -> PyResult<Stepped> {
         let core = self.step_core(memory.py(), given.as_core(&state.tokens).as_ref())?;
         if is_waiting && core.batch().num_seqs() == 0 && core.output().is_empty() {
-            return Ok(None);
+            return Ok(Stepped::Idle { next_timer_ns: core.next_timer_ns() });
         }
-        Self::hand_over(memory, core, state).map(Some)
+        Self::hand_over(memory, core, state).map(Stepped::Batch)
     }
 
     /// Runs one step with the GIL, and gives the nanoseconds of its commit, of its plan, and of the rest of the call: reading the result and
