@@ -144,13 +144,16 @@ class PromptTooLongError(InvalidRequestError):
 class OverloadedError(CbrsError):
     """The request was refused because of load, a rate or a deadline.
 
-    `retry_after_s` says after how many seconds to try again.
+    `retry_after_s` says after how many seconds to try again, `reason` what was short: the queue
+    (its bounds in requests, tokens and seconds), the rate of the tenant, or the time until the
+    deadline.
     """
 
     retry_after_s: float
+    reason: Literal["queue", "rate", "deadline"]
 
 class DeadlineExceededError(CbrsError):
-    """The deadline of a request passed while it waited."""
+    """The deadline of a request passed before it ended."""
 
 class EngineClosedError(CbrsError):
     """The engine was closed, or belongs to another process."""
@@ -631,9 +634,8 @@ class Scheduler:
         `result` has one token per entry of the last batch's `sample_index`; None if that batch had
         no samples.
         Returns the new batch, with `num_seqs == 0` if nothing can run; with `block=True` it then
-        waits until
-        there is something to run or to report, such as a deadline that passes. Raises `StepError` (nothing changed) or
-        `EngineClosedError`.
+        waits until there is something to run or to report, such as a deadline that passes. Raises
+        `StepError` (nothing changed) or `EngineClosedError`.
         """
     def _time_step(self, result: TokenIds) -> list[int]: ...
     def fail(self, step_id: SupportsIndex, message: str) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cbrs._core import OutputProcessor, Scheduler, SchedulerConfig
 from cbrs.config import EffectiveConfig
@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from cbrs.config import EngineConfig
 
 logger = logging.getLogger("cbrs")
+
+# Settings of the engine that are keys of the policy.
+_RULES = (
+    "admission",
+    "victim",
+    "target_itl_ms",
+    "max_queue_s",
+    "classes",
+    "tenants",
+    "default_tenant",
+)
 
 
 def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
@@ -36,9 +47,8 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         config.model, dtype=config.dtype, device=config.device, num_threads=config.num_threads
     )
     decided = _decide(config, loaded)
-    scheduler = Scheduler(_scheduler_config(decided, loaded))
-    # The core lowers it to what the pool holds.
-    decided = replace(decided, max_model_len=scheduler.config.max_model_len)
+    scheduler = Scheduler(_scheduler_config(decided, config, loaded))
+    decided = replace(decided, **_settled_by_core(scheduler.config))
     runner, sampler = make_runner(
         loaded,
         num_blocks=decided.num_blocks,
@@ -82,6 +92,7 @@ def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
         "kv_cache_bytes": num_blocks * block_bytes,
         "max_prefill_chunk_tokens": config.max_num_batched_tokens if chunk is None else chunk,
         "max_model_len": max_model_len,
+        "policy": "",
     }
     return EffectiveConfig(**(given | decided))
 
@@ -103,7 +114,10 @@ def _num_blocks(
     return min(usable, default_num_blocks(block_bytes, loaded.device))
 
 
-def _scheduler_config(config: EffectiveConfig, loaded: LoadedModel) -> SchedulerConfig:
+def _scheduler_config(
+    config: EffectiveConfig, given: EngineConfig, loaded: LoadedModel
+) -> SchedulerConfig:
+    rules = {name: getattr(given, name) for name in _RULES}
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -114,7 +128,21 @@ def _scheduler_config(config: EffectiveConfig, loaded: LoadedModel) -> Scheduler
         eos_token_ids=loaded.eos_token_ids,
         enable_prefix_caching=config.enable_prefix_caching,
         queue_capacity=config.queue_capacity,
+        max_queued_tokens=config.max_queued_tokens,
         max_prefill_chunk_tokens=config.max_prefill_chunk_tokens,
-        policy=config.policy,
+        policy=given.policy,
         seed=config.seed,
+        **rules,
     )
+
+
+def _settled_by_core(config: SchedulerConfig) -> dict[str, Any]:
+    """What the core made of the settings: the policy, and the context that the pool holds."""
+    settings = config.policy_settings
+    rules = {name: settings[name] for name in _RULES if name in settings}
+    return {
+        "max_model_len": config.max_model_len,
+        "policy": config.policy,
+        "policy_settings": settings,
+        **rules,
+    }

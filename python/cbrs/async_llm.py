@@ -75,8 +75,9 @@ class AsyncLLM(BaseLLM):
 
         What an output holds, `SamplingParams.output_kind` says: everything so far (those that came
         together are one), what one step brought, or everything at the end. The last one has
-        `finished`. A request whose step failed ends with finish reason `error` and its message in
-        `RequestOutput.error`, as with `LLM`; one that `cancel` ended, with `cancelled`.
+        `finished`. A request whose step failed or whose deadline passed ends with finish reason
+        `error` and its message in `RequestOutput.error`, as with `LLM`
+        (`RequestOutput.raise_for_error` raises it); one that `cancel` ended, with `cancelled`.
 
         The request is submitted when the first output is asked for. Leaving the loop, `aclose`, or
         the end of the task that waits for an output cancel it. `request_id` is any text that no
@@ -84,7 +85,8 @@ class AsyncLLM(BaseLLM):
 
         Raises, when the first output is asked for:
             InvalidRequestError: what is wrong with the prompt, a parameter or the id.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, the tenant is over its rate, or the deadline cannot
+                be met; `retry_after_s` says when to try again.
 
         Raises, at any output:
             EngineClosedError: `aclose` was called, or this is a forked child.
@@ -139,7 +141,7 @@ class AsyncLLM(BaseLLM):
 
         Raises:
             InvalidRequestError: an empty or too long text.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full; `retry_after_s` says when to try again.
             CbrsError: the step that computed it failed, or `pause("cancel")` ended it.
         """
         self._thread.check()

@@ -103,7 +103,11 @@ class BaseLLM:
         return self.engine.config
 
     def stats(self) -> dict[str, int | float]:
-        """Returns the scheduler's gauges and counters; never waits for a step."""
+        """Returns the scheduler's gauges and counters by name; never waits for a step.
+
+        Rates are requests per second, times end with their unit; `load` is arrivals over what the
+        engine can serve.
+        """
         return self.engine.scheduler.stats()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -1,7 +1,9 @@
 """`EngineConfig`: every engine and model setting, its default, and its only check."""
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -43,10 +45,31 @@ class EngineConfig:
     """Prompt plus output at most; None = the model's context. Lowered to what the pool holds."""
     enable_prefix_caching: bool = True
     """Reuse computed KV blocks between prompts that begin alike."""
-    policy: str = "fcfs"
-    """`fcfs` is continuous batching; `static` runs each batch until its slowest member ends."""
+    policy: str | os.PathLike[str] | dict[str, Any] = "fair"
+    """Who runs next: `fair` (classes, weighted tenants, deadlines), `fcfs` (order of arrival within
+    each class), `static` (each batch runs until its slowest member ends), the path of a `.toml`
+    file, or a dict with the same keys. The settings below go before what it says."""
+    admission: str | None = None
+    """Memory that must be free before a request starts: `prompt`, `estimated` or `guaranteed`;
+    None, here and below = as the policy says."""
+    victim: str | None = None
+    """Who gives up its memory if others need it: `newest`, or `cost` (the least to compute
+    again)."""
+    target_itl_ms: float | None = None
+    """Longest time between two tokens, in milliseconds, of requests for which nothing else says
+    it."""
+    max_queue_s: float | None = None
+    """Bound on the predicted seconds of waiting; one more request is refused."""
+    classes: Mapping[str, Mapping[str, Any]] | None = None
+    """Defaults and limits of `interactive`, `standard` and `batch` requests."""
+    tenants: Mapping[str, Mapping[str, Any]] | None = None
+    """Weight, defaults and limits of tenants by name."""
+    default_tenant: Mapping[str, Any] | None = None
+    """The same for tenants without an entry."""
     queue_capacity: int = 65_536
     """Requests that may wait in the core."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens that may wait in the core; None = no bound but the requests'."""
     seed: int = 0
     """Source of the random numbers of requests without a seed."""
 
@@ -70,13 +93,19 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveConfig(EngineConfig):
-    """An `EngineConfig` in which every field is decided: what is in effect."""
+    """An `EngineConfig` in which every field is decided: what is in effect.
+
+    `policy` is the name of the built-in that the policy started from.
+    """
 
     num_threads: int
     num_blocks: int
     kv_cache_bytes: int
     max_prefill_chunk_tokens: int
     max_model_len: int
+    policy: str
+    policy_settings: dict[str, Any] = field(default_factory=dict)
+    """The whole policy in effect, as `policy=` takes it; of `static` only its name."""
 
     def __post_init__(self) -> None:
         """Checks nothing: the fields were decided from a checked `EngineConfig`."""

@@ -8,9 +8,10 @@ over.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cbrs.errors import (
     EngineClosedError,
@@ -38,19 +39,33 @@ _REPORT_INTERVAL_S = 0.25
 _INDEX_BITS = 32
 
 
+class Refusal(NamedTuple):
+    """Why waiting does not help a request, and when that was found."""
+
+    message: str
+    time_s: float
+    """On the scheduler's clock."""
+
+
 class Call:
     """The requests of one `generate` call, and what has come of them.
 
-    Requests are submitted in order, so that `request_ids[i]` belongs to prompt `i`.
+    Requests are submitted in order, so that `request_ids[i]` belongs to prompt `i` (0, which is no
+    id, if it is `refused`).
     """
 
-    def __init__(self, submissions: Sequence[Callable[..., int]]) -> None:
+    def __init__(self, submissions: Sequence[Callable[..., int]], scheduler: Scheduler) -> None:
         """`submissions` submit one prompt each; they take the keyword `index`."""
         self._submissions = submissions
+        self._scheduler = scheduler
         self._num_wanted = len(submissions)
+        # Nothing is submitted before the one or unless fewer than the other wait.
+        self._retry_at = 0.0
+        self._retry_below = 0
         self.first_index = 0
         self.request_ids: list[int] = []
         self.finished: dict[int, FinishedRequest] = {}
+        self.refused: dict[int, Refusal] = {}
 
     @property
     def is_fed(self) -> bool:
@@ -60,14 +75,44 @@ class Call:
     @property
     def is_done(self) -> bool:
         """Whether everything submitted has ended and nothing is left to submit."""
-        return self.is_fed and len(self.finished) >= len(self.request_ids)
+        return self.is_fed and self.num_ended >= len(self.request_ids)
 
-    def feed(self) -> bool:
-        """Submits what the queue takes; returns whether it refused one.
+    @property
+    def num_ended(self) -> int:
+        """Requests of which a result is there."""
+        return len(self.finished) + len(self.refused)
+
+    def feed(self) -> None:
+        """Submits what the engine takes now.
+
+        After a refusal for lack of room it tries again when the engine said, or when half of what
+        waited then has started: so no room stays unused, and no refusal is provoked in each step. A
+        request whose deadline cannot be met is not tried again.
 
         Raises:
             InvalidRequestError: names the position of the prompt; so does a TypeError.
         """
+        while not self.is_fed and self._may_retry():
+            try:
+                self._submit_rest()
+            except OverloadedError as error:
+                if error.reason == "deadline":
+                    time_s = self._scheduler.time_ns() / 1e9
+                    self.refused[len(self.request_ids)] = Refusal(str(error), time_s)
+                    self.request_ids.append(0)
+                else:
+                    self._retry_at = time.monotonic() + error.retry_after_s
+                    is_rate = error.reason == "rate"
+                    self._retry_below = 0 if is_rate else (self._num_waiting() + 1) // 2
+
+    def _may_retry(self) -> bool:
+        is_due = time.monotonic() >= self._retry_at
+        return is_due or self._num_waiting() < self._retry_below
+
+    def _num_waiting(self) -> int:
+        return int(self._scheduler.stats()["num_waiting"])
+
+    def _submit_rest(self) -> None:
         start = len(self.request_ids)
         rest = (
             partial(self._submissions[i], index=self.first_index + i)
@@ -75,11 +120,8 @@ class Call:
         )
         try:
             append_results(self.request_ids, rest)
-        except OverloadedError:
-            return True
         except (InvalidRequestError, TypeError) as error:
             raise placed(error, f"prompts[{len(self.request_ids)}]") from None
-        return False
 
     def take(self, finished: FinishedRequest) -> None:
         """Keeps a result; taking it twice does no harm."""
@@ -95,8 +137,7 @@ class Drain(Call):
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Waits until `scheduler`, which is paused, runs nothing."""
-        super().__init__([])
-        self._scheduler = scheduler
+        super().__init__([], scheduler)
 
     @property
     def is_fed(self) -> bool:
@@ -191,7 +232,7 @@ class Driver:
                 finally:
                     self._leave()
             if on_progress is not None:
-                on_progress(len(call.finished))
+                on_progress(call.num_ended)
 
     def _check_usable(self) -> None:
         if self._death is not None:
@@ -222,7 +263,7 @@ class Driver:
                 call.feed()
             self._step()
             if on_progress is not None:
-                on_progress(len(call.finished))
+                on_progress(call.num_ended)
 
     def _step(self) -> None:
         try:

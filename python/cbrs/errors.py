@@ -1,7 +1,7 @@
 """What cbrs raises; every class derives from `CbrsError`.
 
 `InvalidRequestError` and `StepError` are also `ValueError`s. `InvalidRequestError` has `param`,
-`OverloadedError` has `retry_after_s`, `ModelLoadError` has `file` and `field`.
+`OverloadedError` has `retry_after_s` and `reason`, `ModelLoadError` has `file` and `field`.
 """
 
 import os
@@ -37,6 +37,13 @@ Refusal = TypeVar("Refusal", bound=Exception)
 def is_failure(error: BaseException) -> bool:
     """Tells failures, panics of the native code included, from demands to stop such as a Ctrl-C."""
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def request_error(message: str) -> CbrsError:
+    """Returns the exception for a request that ended with finish reason `error`."""
+    # How the core begins the message of a request whose deadline passed, and of no other.
+    is_late = message.startswith("the deadline passed")
+    return DeadlineExceededError(message) if is_late else CbrsError(message)
 
 
 def closed_error(name: str) -> EngineClosedError:

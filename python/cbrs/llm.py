@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from cbrs import scoring
 from cbrs.base import BaseLLM, PauseMode, check_pause_mode, submission
@@ -17,6 +17,16 @@ from cbrs.scoring import Score
 
 if TYPE_CHECKING:
     import types
+
+
+class _Item(NamedTuple):
+    """One request of a call."""
+
+    text: str | None
+    """The prompt as a text; None if it was token ids."""
+    prompt: Prompt
+    """What is submitted."""
+    params: SamplingParams
 
 
 class LLM(BaseLLM):
@@ -46,22 +56,24 @@ class LLM(BaseLLM):
 
         `prompts` is a text, a list of texts, a list of token ids, or a list of such lists;
         `sampling_params` is one for all or one per prompt. The list may be longer than the queue:
-        it is fed as room becomes free. A request whose step failed comes back with finish reason
-        `error` and its message in `RequestOutput.error`; the others are not affected.
+        it is fed as room becomes free, within the rates of tenants, and its deadlines count from
+        the moment at which a request is submitted. A request whose step failed, or whose deadline
+        passed or cannot be met, comes back with finish reason `error` and its message in
+        `RequestOutput.error` (`RequestOutput.raise_for_error` raises it); the others are not
+        affected.
 
         Raises:
             InvalidRequestError: names the prompt and what is wrong; nothing keeps running.
             EngineClosedError: after `close`, or in a forked child.
             EngineDeadError: the engine is broken beyond repair; create a new one.
         """
-        processor = self.engine.processor
-        items, _ = as_prompts(prompts, "prompts")
-        submissions = [
-            submission(processor, prompt, params)
-            for prompt, params in zip(items, params_for(items, sampling_params), strict=True)
+        every_prompt, _ = as_prompts(prompts, "prompts")
+        every_params = params_for(every_prompt, sampling_params)
+        items = [
+            _Item(prompt if isinstance(prompt, str) else None, prompt, params)
+            for prompt, params in zip(every_prompt, every_params, strict=True)
         ]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in items]
-        return self._run(submissions, texts, use_tqdm)
+        return self._run(items, use_tqdm)
 
     def chat(
         self,
@@ -76,18 +88,16 @@ class LLM(BaseLLM):
         A message is `{"role": ..., "content": ...}`. Raises as `generate` does, and
         `InvalidRequestError` if the template refuses a conversation or the model has none.
         """
-        processor = self.engine.processor
         conversations = as_conversations(messages)
-        submissions, texts = [], []
+        items = []
         every_params = params_for(conversations, sampling_params)
         for i, (conversation, params) in enumerate(zip(conversations, every_params, strict=True)):
             try:
                 text, token_ids = self._render(conversation, add_generation_prompt)
             except InvalidRequestError as error:
                 raise placed(error, f"messages[{i}]") from None
-            submissions.append(submission(processor, token_ids, params))
-            texts.append(text)
-        return self._run(submissions, texts, use_tqdm)
+            items.append(_Item(text, token_ids, params))
+        return self._run(items, use_tqdm)
 
     @overload
     def score(self, prompt: str, continuation: str) -> Score: ...
@@ -110,11 +120,9 @@ class LLM(BaseLLM):
             InvalidRequestError: an empty or too long text.
             CbrsError: the step that computed it failed, or `pause("cancel")` ended it.
         """
-        processor = self.engine.processor
         pairs, is_single = scoring.pairs(prompt, continuation)
         joined = [self._scored_ids(*pair) for pair in pairs]
-        submissions = [submission(processor, ids, scoring.PARAMS) for ids, _ in joined]
-        outputs = self._run(submissions, [None] * len(joined), False)
+        outputs = self._run([_Item(None, ids, scoring.PARAMS) for ids, _ in joined], False)
         scores = [
             Score.from_output(output, num_tokens)
             for output, (_, num_tokens) in zip(outputs, joined, strict=True)
@@ -169,17 +177,17 @@ class LLM(BaseLLM):
             raise closed_error(type(self).__name__)
         return driver
 
-    def _run(
-        self,
-        submissions: list[Callable[..., int]],
-        prompts: Sequence[str | None],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        call, driver = Call(submissions), self._in_use
-        with progress_bar(len(submissions), use_tqdm) as on_progress:
+    def _run(self, items: Sequence[_Item], use_tqdm: bool) -> list[RequestOutput]:
+        engine, driver = self.engine, self._in_use
+        submissions = [submission(engine.processor, item.prompt, item.params) for item in items]
+        call = Call(submissions, engine.scheduler)
+        with progress_bar(len(items), use_tqdm) as on_progress:
             driver.run(call, on_progress)
-        texts = self._token_texts
-        return [
-            RequestOutput.from_finished(call.finished[i], prompt, texts)
-            for i, prompt in enumerate(prompts)
-        ]
+        return [self._result(call, i, item) for i, item in enumerate(items)]
+
+    def _result(self, call: Call, i: int, item: _Item) -> RequestOutput:
+        refusal = call.refused.get(i)
+        if refusal is None:
+            return RequestOutput.from_finished(call.finished[i], item.text, self._token_texts)
+        token_ids = self._ids(item.prompt, True)
+        return RequestOutput.refused(item.text, token_ids, item.params.n, *refusal)

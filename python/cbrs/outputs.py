@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from cbrs.errors import request_error
 from cbrs.logprobs import Logprob, TokenTexts, to_dicts
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each of `token_ids`, the token and the most likely ones; None unless asked for."""
     finish_reason: FinishReason | None = None
-    """None while the output goes on. `error` means that the step which computed it failed; see
-    `RequestOutput.error`."""
+    """None while the output goes on. `error` means that the step which computed it failed or its
+    deadline passed; see `RequestOutput.error`."""
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the output; None for the model's end tokens."""
 
@@ -84,7 +85,7 @@ class RequestOutput:
 
     request_id: str
     """The id given to `AsyncLLM.generate`, or a generated one; for `LLM` the core's number, as it
-    stands in `Batch.request_ids`."""
+    stands in `Batch.request_ids` ("" if the core refused the request)."""
     prompt: str | None
     """The prompt text; None if token ids were given."""
     prompt_token_ids: list[int]
@@ -102,6 +103,41 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each token of the prompt, the token and the most likely ones; None for the first token,
     and None altogether unless asked for. Of deltas, the first has it."""
+
+    def raise_for_error(self) -> None:
+        """Raises what went wrong with the request, if a finish reason is `error`.
+
+        Raises:
+            DeadlineExceededError: its deadline passed.
+            CbrsError: anything else, such as a step that failed.
+        """
+        if self.error is not None:
+            raise request_error(self.error)
+
+    @classmethod
+    def refused(
+        cls,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        num_choices: int,
+        error: str,
+        time_s: float,
+    ) -> RequestOutput:
+        """Builds the result of a request that was refused at `time_s`; it has no id."""
+        choices = [
+            CompletionOutput(index=index, text="", token_ids=[], finish_reason="error")
+            for index in range(num_choices)
+        ]
+        return cls(
+            request_id="",
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=choices,
+            finished=True,
+            num_cached_tokens=0,
+            metrics=RequestMetrics.from_times(time_s, None, None, time_s, []),
+            error=error,
+        )
 
     @classmethod
     def from_finished(

@@ -7,11 +7,12 @@ from typing import Any, Literal, get_args
 from cbrs.errors import InvalidRequestError
 
 OutputKind = Literal["cumulative", "delta", "final_only"]
+Priority = Literal["interactive", "standard", "batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, when it ends, and what comes back.
+    """How the tokens of a request are chosen, when it ends, how soon, and what comes back.
 
     The names are those of vLLM. Values are checked once, by the core, when the request is
     submitted: a wrong one is an `InvalidRequestError` whose `param` names the field, one of another
@@ -76,6 +77,20 @@ class SamplingParams:
     """Whom the request belongs to, up to 256 bytes; tenants never share cached prefixes."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with the same salt, up to 256 bytes."""
+    priority: Priority | None = None
+    """Class of the request: `interactive` is served first, `batch` takes what is left and may
+    pause; None = the tenant's class, or `standard`."""
+    ttft_deadline_ms: float | None = None
+    """Milliseconds from its submission after which the request ends with an error if it still
+    waits, 0.001 to 1e9; one that cannot be met is refused at once. None = the tenant's or the
+    class's, or no deadline."""
+    deadline_ms: float | None = None
+    """Milliseconds from its submission after which the request ends with an error, running or not,
+    0.001 to 1e9; it keeps what it has produced. None as above."""
+    target_itl_ms: float | None = None
+    """Longest time between two of its tokens, in milliseconds, that the engine aims at by giving
+    other prompts less of each step, 0.001 to 1e9. None = the tenant's, the class's or the
+    engine's, or no target."""
 
     def __post_init__(self) -> None:
         """Checks what never reaches the core.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cbrs.errors import CbrsError, InvalidRequestError
+from cbrs.errors import CbrsError, InvalidRequestError, placed, request_error
 from cbrs.outputs import RequestOutput
 from cbrs.requests import Prompt, as_prompts
 from cbrs.sampling_params import SamplingParams
@@ -37,14 +37,17 @@ class Score:
         """Reads the last tokens' log-probabilities from the result of a prompt with `PARAMS`.
 
         Raises:
-            CbrsError: the step that computed them failed, or the request was cancelled.
+            CbrsError: the step that computed them failed, or the request was cancelled
+                (`DeadlineExceededError` if the engine's deadline passed).
         """
         if output.outputs[0].finish_reason == "cancelled":
             raise CbrsError(
                 "the text was not scored: it was cancelled; score it again after `resume`"
             )
-        if output.error is not None or output.prompt_logprobs is None:
-            raise CbrsError(f"the text could not be scored: {output.error}")
+        if output.error is not None:
+            raise placed(request_error(output.error), "the text could not be scored")
+        if output.prompt_logprobs is None:
+            raise CbrsError("the text could not be scored: it has no log-probabilities")
         token_ids = output.prompt_token_ids[-num_continuation_tokens:]
         rows = output.prompt_logprobs[-num_continuation_tokens:]
         entries = [row[token] for row, token in zip(rows, token_ids, strict=True) if row]

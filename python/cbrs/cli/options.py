@@ -79,7 +79,17 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
         note = notes.get(name, getattr(default, name))
         shown = meaning if note is None else f"{meaning} (default: {note})"
         group.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=shown)
-    group.add_argument("--policy", help=f"fcfs or static (default: {default.policy})")
+    group.add_argument(
+        "--policy",
+        metavar="NAME|FILE.toml",
+        help=f"who runs next: fair, fcfs, static, or a file of rules (default: {default.policy})",
+    )
+    group.add_argument(
+        "--target-itl-ms",
+        type=float,
+        metavar="X",
+        help="milliseconds between two tokens that the steps aim at (default: no target)",
+    )
     group.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",

@@ -224,7 +224,7 @@ impl RequestSpec {
         ];
         for (name, time) in times {
             if let Some(value) = time.filter(|&time| check_time_ms(name, time).is_err()) {
-                return Err(Error::InvalidParameter { name, value, expected: "above 0 and at most 1e9" });
+                return Err(Error::InvalidParameter { name, value, expected: "between 0.001 and 1e9" });
             }
         }
         let max_tokens = cap_max_tokens(self.max_tokens, self.effective_max_tokens(max_model_len)?, cap)?;

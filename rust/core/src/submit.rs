@@ -154,6 +154,7 @@ impl Submitter {
         spec.truncate_prompt(shared.max_model_len)?;
         let terms = Terms::new(&shared.rules, &spec);
         let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len, terms.max_tokens_cap(&shared.rules))?;
+        shared.gate.check_size(terms.class, spec.prompt_token_ids.len() as u64)?;
         let tenant = spec.tenant.clone();
         let arrival = Arrival {
             tenant: tenant.as_ref(),

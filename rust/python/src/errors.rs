@@ -14,9 +14,10 @@ create_exception!(
     cbrs.errors,
     OverloadedError,
     CbrsError,
-    "The request was refused because of load, a rate or a deadline. `retry_after_s` says after how many seconds to try again."
+    "The request was refused because of load, a rate or a deadline. `retry_after_s` says after how many seconds to try again, \
+     `reason` what was short: \"queue\", \"rate\" or \"deadline\"."
 );
-create_exception!(cbrs.errors, DeadlineExceededError, CbrsError, "The deadline of a request passed while it waited.");
+create_exception!(cbrs.errors, DeadlineExceededError, CbrsError, "The deadline of a request passed before it ended.");
 create_exception!(cbrs.errors, EngineClosedError, CbrsError, "The engine was closed, or belongs to another process.");
 create_exception!(cbrs.errors, EngineDeadError, CbrsError, "The engine broke and cannot go on; create a new one.");
 create_exception!(
@@ -83,7 +84,13 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         | Error::QueueTooLong { .. }
         | Error::DeadlineUnattainable { .. } => {
             let err = OverloadedError::new_err(message);
+            let reason = match error {
+                Error::TenantOverRate { .. } => "rate",
+                Error::DeadlineUnattainable { .. } => "deadline",
+                _ => "queue",
+            };
             err.value(py).setattr("retry_after_s", error.retry_after_s())?;
+            err.value(py).setattr("reason", reason)?;
             err
         }
         Error::Closed => EngineClosedError::new_err(message),

@@ -157,6 +157,18 @@ impl AdmissionControl {
         }
     }
 
+    /// Refuses a prompt for which an empty queue has too little room: no waiting helps.
+    ///
+    /// # Errors
+    /// `InvalidLength`.
+    pub(crate) fn check_size(&self, class: Class, num_prompt_tokens: u64) -> Result<()> {
+        if num_prompt_tokens <= self.max_tokens[class as usize] {
+            return Ok(());
+        }
+        let (name, expected) = ("prompt_token_ids", "within max_queued_tokens, of which a class fills its queue_share");
+        Err(Error::InvalidLength { name, len: num_prompt_tokens as usize, unit: "tokens", expected })
+    }
+
     /// Reserves what a request needs, or nothing.
     ///
     /// # Errors

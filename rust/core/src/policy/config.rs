@@ -374,9 +374,9 @@ fn optional(name: &'static str, value: Option<f64>) -> Result<()> {
     value.map_or(Ok(()), |value| check_time_ms(name, value))
 }
 
-/// A time in milliseconds: positive, finite, at most twelve days.
+/// A time in milliseconds: from a microsecond to twelve days.
 pub(crate) fn check_time_ms(name: &'static str, value: f64) -> Result<()> {
-    in_range(name, value, f64::MIN_POSITIVE, 1e9)
+    in_range(name, value, 0.001, 1e9)
 }
 
 fn in_range(name: &'static str, value: f64, min: f64, max: f64) -> Result<()> {

@@ -182,6 +182,11 @@ impl Model {
             return Some(Error::PromptTooLong { num_prompt_tokens, max_tokens, max_model_len });
         }
         let ((requests, queued), requested) = (self.queued(), num_prompt_tokens as u64);
+        if self.config.max_queued_tokens.is_some_and(|limit| requested > limit) {
+            let expected = "within max_queued_tokens, of which a class fills its queue_share";
+            let (name, len) = ("prompt_token_ids", num_prompt_tokens);
+            return Some(Error::InvalidLength { name, len, unit: "tokens", expected });
+        }
         if requests == self.config.queue_capacity {
             return Some(Error::QueueFull { limit: requests, retry_after_s: UNKNOWN_RETRY_S });
         }
