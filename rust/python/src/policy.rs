@@ -33,7 +33,7 @@ impl GivenPolicy {
             wrong_type("policy", "the name of a built-in policy, the path of a .toml file, or a dict", policy)
         })?;
         let path: String = path.extract().map_err(|_| wrong_type("policy", "a string or a path", policy))?;
-        if path.ends_with(".toml") {
+        if std::path::Path::new(&path).extension().is_some_and(|extension| extension.eq_ignore_ascii_case("toml")) {
             let table = load_toml(policy.py(), &path)?;
             return Self::from_table(&table).map_err(|err| prefixed(policy.py(), &format!("{path}: "), err));
         }

@@ -43,6 +43,7 @@ pub(crate) enum GivenResult<'py> {
 }
 
 /// What came of one step.
+#[allow(clippy::large_enum_variant)] // it is taken apart at once; a box would be an allocation in every step
 pub(crate) enum Stepped {
     Batch(Batch),
     /// The caller wants to wait for something to run or to tell, and there is nothing before this time, unless somebody calls for it.

@@ -116,7 +116,7 @@ pub struct Scheduler {
     /// Rhythm of the steps, and the model of what they cost.
     pace: Pace,
     /// Lengths of outputs, and the memory that they will take.
-    growth: Growth,
+    growth: Box<Growth>,
     aging: Aging,
     /// For whom a sequence was displaced that has not started yet.
     reserved_flow: Option<u32>,
@@ -217,7 +217,7 @@ impl Scheduler {
             flows: Flows::new(config.rules(), num_slots),
             deadlines: Deadlines::default(),
             pace: Pace::default(),
-            growth: Growth::default(),
+            growth: Box::default(),
             aging: Aging::default(),
             reserved_flow: None,
             displaced_in_step: 0,

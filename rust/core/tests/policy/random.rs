@@ -79,7 +79,7 @@ fn episode(seed: u64, num_ops: usize) -> [u64; 4] {
     for _ in 0..num_ops {
         match rng.below(100) {
             0..30 if rig.requests.values().filter(|known| known.end.is_none()).count() < load => {
-                submit(&mut rng, &mut rig)
+                submit(&mut rng, &mut rig);
             }
             0..90 => rig.step(),
             90..93 => {
@@ -107,12 +107,11 @@ fn random_policies_keep_their_promises() {
     let num_episodes = (total / 20 / 400).clamp(1, 4000) as u64;
     let mut sums = [0; 4];
     for seed in first..first + num_episodes {
-        let run = std::panic::catch_unwind(|| episode(seed, 400));
-        match run {
+        match std::panic::catch_unwind(|| episode(seed, 400)) {
             Ok(counts) => (0..4).for_each(|index| sums[index] += counts[index]),
             Err(panic) => {
-                eprintln!("seed {seed} fails; repeat with CBRS_RANDOM_SEED={seed} CBRS_RANDOM_OPS=4000");
-                std::panic::resume_unwind(panic);
+                let message = panic.downcast_ref::<String>().map_or("it panicked", String::as_str);
+                panic!("seed {seed} fails; repeat with CBRS_RANDOM_SEED={seed} CBRS_RANDOM_OPS=8000: {message}");
             }
         }
     }
