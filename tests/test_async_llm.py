@@ -10,6 +10,7 @@ from async_kit import GREEDY, collect, final, is_idle, live_ids, started, until
 from cbrs import SamplingParams
 from cbrs.errors import (
     CbrsError,
+    DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
     PromptTooLongError,
@@ -133,10 +134,27 @@ def test_a_full_queue_refuses_the_first_output(make_async_llm):
         running = await started(llm.generate([1], ENDLESS))
         waiting = asyncio.create_task(anext(llm.generate([2], ENDLESS)))
         await until(lambda: llm.stats()["num_waiting"] == 1)
-        with pytest.raises(OverloadedError):
+        with pytest.raises(OverloadedError) as caught:
             await anext(llm.generate([3], ENDLESS))
+        assert (caught.value.reason, caught.value.retry_after_s >= 0.001) == ("queue", True)
         waiting.cancel()
         await running.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_waiting_request_ends_at_its_deadline_though_the_engine_sleeps(make_async_llm):
+    llm = make_async_llm("null")
+
+    async def main():
+        await llm.pause()
+        params = SamplingParams(ttft_deadline_ms=20, priority="interactive", tenant="a")
+        output = await final(llm.generate([1, 2], params))
+        await llm.resume()
+        assert output.outputs[0].finish_reason == "error"
+        assert output.metrics.queue_time_s is None
+        with pytest.raises(DeadlineExceededError, match="still waited"):
+            output.raise_for_error()
 
     asyncio.run(main())
 

@@ -292,7 +292,9 @@ def test_d16_a_preempted_request_recomputes_all_it_knows_and_repeats_nothing(mak
     solo = make_llm(tiny, enable_prefix_caching=False)
     prompts = [[1, 2, 3], [4, 5, 6]]
     expected = [solo.generate([prompt], greedy(100))[0] for prompt in prompts]
-    tight = make_llm(tiny, num_blocks=10, enable_prefix_caching=False, max_model_len=160)
+    # Admission by the prompt alone overcommits the pool.
+    limits = {"num_blocks": 10, "max_model_len": 160, "admission": "prompt"}
+    tight = make_llm(tiny, enable_prefix_caching=False, **limits)
     trace = record_batches(tight)
     outputs = tight.generate(prompts, greedy(100))
     assert tight.stats()["num_preemptions"] > 0

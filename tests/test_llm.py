@@ -13,7 +13,14 @@ import time
 import pytest
 
 from cbrs import LLM, SamplingParams
-from cbrs.errors import EngineClosedError, EngineDeadError, InvalidRequestError, PromptTooLongError
+from cbrs.errors import (
+    CbrsError,
+    DeadlineExceededError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = ["One", "Two two", "Three three three", "4", "Five " * 20]
@@ -129,6 +136,81 @@ def test_a_list_longer_than_the_queue_is_fed_as_room_becomes_free(make_llm, tiny
     expected = llm.generate([[7]], GREEDY)
     assert len(outputs) == 50
     assert token_ids([outputs[6]]) == token_ids(expected)
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_policy_changes_no_token(make_llm, tiny, llm, policy):
+    prompts = [[1 + i, 2 + i] for i in range(12)]
+    classes = ("interactive", "standard", "batch")
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=8,
+            priority=classes[i % 3],
+            tenant=f"tenant {i % 4}",
+            deadline_ms=60_000,
+            target_itl_ms=50,
+        )
+        for i in range(12)
+    ]
+    other = make_llm(tiny, policy=policy, max_num_seqs=3)
+    assert other.config().policy == policy
+    expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
+    assert token_ids(other.generate(prompts, params)) == token_ids(expected)
+
+
+def test_the_policy_in_effect_is_in_the_config(make_llm):
+    llm = make_llm("null", policy={"aging_s": 3.0}, victim="newest", tenants={"a": {"weight": 2}})
+    config = llm.config()
+    assert (config.policy, config.admission, config.victim) == ("fair", "estimated", "newest")
+    assert config.tenants["a"]["weight"] == 2.0
+    assert (config.target_itl_ms, config.max_queue_s) == (None, None)
+    assert config.policy_settings["aging_s"] == 3.0
+    again = make_llm("null", policy=config.policy_settings).config()
+    assert again.policy_settings == config.policy_settings
+    assert make_llm("null").config().policy == "fair"
+
+
+def test_a_request_past_its_deadline_is_its_own_error(make_llm):
+    llm = make_llm("null:0.01", max_num_seqs=1, max_model_len=4096)
+    params = [SamplingParams(deadline_ms=200), SamplingParams(max_tokens=2)]
+    late, other = llm.generate([[1, 2], [3, 4]], params)
+    assert (late.outputs[0].finish_reason, other.outputs[0].finish_reason) == ("error", "length")
+    assert late.error is not None
+    assert late.error.startswith("the deadline passed")
+    assert 1 < len(late.outputs[0].token_ids) < 4000, "what it has produced stays"
+    with pytest.raises(DeadlineExceededError, match="the deadline passed"):
+        late.raise_for_error()
+    other.raise_for_error()
+
+
+def test_a_deadline_that_cannot_be_met_is_its_own_error(make_llm):
+    llm = make_llm("null:0.01", max_num_seqs=1)
+    llm.generate([[1, 2]] * 3, SamplingParams(max_tokens=40))  # it learns how long they take
+    params = [SamplingParams(max_tokens=20)] * 8
+    params[5] = SamplingParams(n=2, ttft_deadline_ms=1)
+    outputs = llm.generate([[3, 4]] * 8, params)
+    assert [output.error is None for output in outputs] == [i != 5 for i in range(8)]
+    refused = outputs[5]
+    assert "the deadline" in str(refused.error)
+    assert refused.prompt_token_ids == [3, 4]
+    assert [choice.finish_reason for choice in refused.outputs] == ["error"] * 2
+    with pytest.raises(CbrsError):
+        refused.raise_for_error()
+
+
+def test_a_list_is_fed_within_the_rate_of_its_tenant(make_llm):
+    llm = make_llm("null", tenants={"slow": {"requests_per_min": 240}})
+    params = SamplingParams(max_tokens=1, tenant="slow")
+    outputs = llm.generate([[1]] * 242, params)
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    assert llm.stats()["num_refused_requests"] >= 1
+
+
+def test_a_prompt_that_no_queue_holds_is_refused(make_llm):
+    llm = make_llm("null", max_queued_tokens=20)
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\].*max_queued_tokens"):
+        llm.generate([[1] * 5, [1] * 30], SamplingParams(max_tokens=1))
 
 
 def test_chat_renders_the_template_without_a_second_start_token(llm):
@@ -289,7 +371,8 @@ def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
     assert config.max_model_len == 160, "lowered to what the pool holds"
     assert config.kv_cache_bytes == 20 * 8 * 2 * 2 * 2 * 16 * 4
     assert config.max_prefill_chunk_tokens == config.max_num_batched_tokens
-    assert None not in dataclasses.asdict(config).values()
+    undecided = {name for name, value in dataclasses.asdict(config).items() if value is None}
+    assert undecided == {"target_itl_ms", "max_queue_s", "max_queued_tokens"}, "no bound, no target"
 
 
 def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm, tiny):
@@ -310,7 +393,9 @@ def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm,
         ({"num_blocks": 4, "kv_cache_bytes": 4}, "give one of them"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ({"policy": "fair"}, "fair"),
+        ({"policy": "lifo"}, "lifo"),
+        ({"policy": "static", "victim": "cost"}, "has no rules"),
+        ({"classes": {"urgent": {}}}, "classes.urgent"),
         ({"max_model_len": 2000}, "the context of .* has 512"),
     ],
 )

@@ -34,6 +34,10 @@ INVALID = {
     "stop_token_ids": [[-1], [2**31], [10**6]],
     "tenant": ["", "x" * 257],
     "cache_salt": ["", "x" * 257],
+    "priority": ["urgent", ""],
+    "ttft_deadline_ms": [0, -1.0, math.nan, math.inf],
+    "deadline_ms": [0, -1.0, math.nan, 1e10],
+    "target_itl_ms": [0, -1.0, math.nan, 1e10],
 }
 
 
@@ -52,7 +56,7 @@ def test_the_defaults_are_those_of_the_documentation():
     assert params.max_tokens is None
 
 
-@pytest.mark.parametrize("name", ["best_of", "priority", "deadline_ms", "bad_words_token_ids"])
+@pytest.mark.parametrize("name", ["best_of", "cache_key_extra", "bad_words_token_ids"])
 def test_an_unknown_parameter_is_a_type_error(name):
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 1})
@@ -77,6 +81,9 @@ def test_an_unknown_parameter_is_a_type_error(name):
         ("ignore_eos", "yes"),
         ("detokenize", 1),
         ("tenant", 5),
+        ("priority", 1),
+        ("deadline_ms", "soon"),
+        ("target_itl_ms", True),
     ],
 )
 def test_a_value_of_another_type_is_a_type_error_that_names_it(llm, name, value):
@@ -111,6 +118,10 @@ def test_every_field_reaches_the_core_under_its_name(llm):
         "max_tokens": 2,
         "tenant": "a",
         "cache_salt": "b",
+        "priority": "batch",
+        "ttft_deadline_ms": 60_000.0,
+        "deadline_ms": 60_000.0,
+        "target_itl_ms": 50.0,
     }
     for field in dataclasses.fields(SamplingParams):
         value = given.get(field.name, field.default)
@@ -178,6 +189,10 @@ def test_an_invalid_value_is_refused_by_name(llm, name, value):
         ("stop", ["nothing", "ever"]),
         ("stop_token_ids", []),
         ("tenant", "x" * 256),
+        ("priority", "interactive"),
+        ("ttft_deadline_ms", 1e9),
+        ("deadline_ms", 60_000),
+        ("target_itl_ms", 0.001),
     ],
 )
 def test_a_value_at_the_limit_is_accepted(llm, name, value):

@@ -92,7 +92,7 @@ class Call:
         Raises:
             InvalidRequestError: names the position of the prompt; so does a TypeError.
         """
-        while not self.is_fed and self._may_retry():
+        while len(self.request_ids) < self._num_wanted and self._may_retry():
             try:
                 self._submit_rest()
             except OverloadedError as error:

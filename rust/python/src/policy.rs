@@ -59,7 +59,7 @@ impl GivenPolicy {
         let mut this = Self::built_in(base);
         for (key, value) in entries.iter().filter(|(key, _)| key != "policy") {
             if !this.set(key, value)? {
-                let known = this.settings(table.py())?;
+                let known = settings(table.py(), Policy::Fair, &this.rules)?;
                 return Err(unknown_key(key, key, &known));
             }
         }
@@ -70,7 +70,7 @@ impl GivenPolicy {
     pub(crate) fn set_keywords(&mut self, function: &str, keywords: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
         for (key, value) in keywords.into_iter().flatten() {
             let name = key.cast::<PyString>()?.to_str()?;
-            let is_known = value.is_none() && self.settings(value.py())?.contains(name)?;
+            let is_known = value.is_none() && settings(value.py(), Policy::Fair, &self.rules)?.contains(name)?;
             if !is_known && !self.set(name, &value)? {
                 let message = format!("{function}() got an unexpected keyword argument '{name}'");
                 return Err(PyTypeError::new_err(message));
@@ -87,10 +87,6 @@ impl GivenPolicy {
             ))),
             _ => Ok((self.base, self.rules)),
         }
-    }
-
-    fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        settings(py, self.base, &self.rules)
     }
 
     /// Sets one rule; returns whether there is one of this name.
