@@ -168,7 +168,7 @@ def test_the_policy_in_effect_is_in_the_config(make_llm):
     assert config.policy_settings["aging_s"] == 3.0
     again = make_llm("null", policy=config.policy_settings).config()
     assert again.policy_settings == config.policy_settings
-    assert make_llm("null").config().policy == "fair"
+    assert make_llm("null").config().policy == "fcfs"
 
 
 def test_a_request_past_its_deadline_is_its_own_error(make_llm):

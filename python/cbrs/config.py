@@ -45,7 +45,7 @@ class EngineConfig:
     """Prompt plus output at most; None = the model's context. Lowered to what the pool holds."""
     enable_prefix_caching: bool = True
     """Reuse computed KV blocks between prompts that begin alike."""
-    policy: str | os.PathLike[str] | dict[str, Any] = "fair"
+    policy: str | os.PathLike[str] | dict[str, Any] = "fcfs"
     """Who runs next: `fair` (classes, weighted tenants, deadlines), `fcfs` (order of arrival within
     each class), `static` (each batch runs until its slowest member ends), the path of a `.toml`
     file, or a dict with the same keys. The settings below go before what it says."""
