@@ -13,8 +13,9 @@ from typing import Any
 
 import kit
 import pytest
+from scheduler_kit import make_scheduler
 
-from cbrs import LLM, AsyncLLM, SamplingParams
+from cbrs import LLM, AsyncLLM, SamplingParams, StepResult
 
 PROMPT = [11, 60, 7, 132, 90, 45, 201, 18]
 
@@ -219,6 +220,61 @@ def cached(generate: Generate, llm: LLM, name: str) -> None:
         generate(prompt, **{name: value}).num_cached_tokens for value in (None, None, "a", "a", "b")
     ]
     assert hits == [0, 32, 0, 32, 0]
+
+
+@pytest.fixture
+def slow() -> Iterator[LLM]:
+    """One request at a time, 10 ms a token."""
+    with LLM("null:0.01", max_num_seqs=1, max_model_len=4096) as llm:
+        yield llm
+
+
+def test_effect_of_priority(slow: LLM) -> None:
+    params = [SamplingParams(max_tokens=3, priority=name) for name in ("batch", "interactive")]
+    late, first = slow.generate([PROMPT, PROMPT], params, use_tqdm=False)
+    assert first.metrics.queue_time_s < late.metrics.queue_time_s
+
+
+def test_effect_of_ttft_deadline_ms(slow: LLM) -> None:
+    params = [
+        SamplingParams(max_tokens=30, priority="interactive"),
+        SamplingParams(max_tokens=30, ttft_deadline_ms=100),
+    ]
+    running, waiting = slow.generate([PROMPT, PROMPT], params, use_tqdm=False)
+    assert running.error is None
+    assert "still waited" in waiting.error
+    assert ids(waiting) == []
+
+
+def test_effect_of_deadline_ms(slow: LLM) -> None:
+    params = SamplingParams(deadline_ms=200)
+    (output,) = slow.generate([PROMPT], params, use_tqdm=False)
+    assert "still ran" in output.error
+    assert 1 <= len(ids(output)) < 1000
+
+
+def test_effect_of_target_itl_ms() -> None:
+    """A step takes 5 ms and 0.1 ms a token: a target leaves less of it to other prompts."""
+
+    def longest_chunk(**parameters: Any) -> int:
+        limits = {"max_num_batched_tokens": 256, "max_model_len": 2048, "num_blocks": 1024}
+        scheduler = make_scheduler(clock="manual", policy="fair", **limits)
+        arguments = SamplingParams(max_tokens=300, **parameters).to_submit_arguments()
+        scheduler.submit([1] * 5, **arguments)
+        batch, longest = scheduler.step(), 0
+        for step in range(200):
+            if step < 150 and step % 3 == 0:
+                scheduler.submit([step % 90 + 1] * (5 + step), max_tokens=1)
+            if step == 180:
+                scheduler.submit([9] * 1000, max_tokens=1)
+            tokens = [7] * len(batch.sample_index)
+            time_ns = 5_000_000 + 100_000 * batch.num_tokens
+            batch = scheduler.step(StepResult(batch.step_id, tokens, step_time_ns=time_ns))
+            longest = max(longest, batch.max_query_len) if step >= 180 else 0
+        return longest
+
+    assert longest_chunk() == 255
+    assert 50 <= longest_chunk(target_itl_ms=15) <= 100
 
 
 def test_effect_of_output_kind(tiny: Path) -> None:

@@ -44,10 +44,8 @@ class Score:
             raise CbrsError(
                 "the text was not scored: it was cancelled; score it again after `resume`"
             )
-        if output.error is not None:
-            raise placed(request_error(output.error), "the text could not be scored")
-        if output.prompt_logprobs is None:
-            raise CbrsError("the text could not be scored: it has no log-probabilities")
+        if output.error is not None or output.prompt_logprobs is None:
+            raise placed(request_error(str(output.error)), "the text could not be scored")
         token_ids = output.prompt_token_ids[-num_continuation_tokens:]
         rows = output.prompt_logprobs[-num_continuation_tokens:]
         entries = [row[token] for row, token in zip(rows, token_ids, strict=True) if row]

@@ -3,6 +3,7 @@
 //! Decides which keys there are and of what kind their values are; the ranges are the core's. `settings` lists every key: what it does not
 //! list is unknown.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use cbrs_core::policy::{Admission, Class, ClassLimits, Fairness, Order, PolicyConfig, TenantLimits, Victim};
@@ -33,7 +34,7 @@ impl GivenPolicy {
             wrong_type("policy", "the name of a built-in policy, the path of a .toml file, or a dict", policy)
         })?;
         let path: String = path.extract().map_err(|_| wrong_type("policy", "a string or a path", policy))?;
-        if std::path::Path::new(&path).extension().is_some_and(|extension| extension.eq_ignore_ascii_case("toml")) {
+        if Path::new(&path).extension().is_some_and(|extension| extension == "toml") {
             let table = load_toml(policy.py(), &path)?;
             return Self::from_table(&table).map_err(|err| prefixed(policy.py(), &format!("{path}: "), err));
         }

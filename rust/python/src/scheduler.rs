@@ -19,7 +19,7 @@ use crate::config::SchedulerConfig;
 use crate::errors::{EngineDeadError, step_error, to_py};
 use crate::memory::Memory;
 use crate::parameters::{Parameters, positive_max_tokens};
-use crate::stepping::{GivenResult, StepState, Stepped};
+use crate::stepping::{GivenResult, StepState};
 use crate::views::Views;
 
 /// Longest wait between two looks at pending signals.
@@ -173,11 +173,11 @@ impl Scheduler {
         let mut state = this.begin_step(py)?;
         let mut given = GivenResult::read(result, &mut state.tokens)?;
         loop {
-            let next_timer_ns = match this.run_step(this.memory.bind(py), &given, &mut state, block)? {
-                Stepped::Batch(batch) => return Ok(batch),
-                Stepped::Idle { next_timer_ns } => next_timer_ns,
-            };
-            py.detach(|| this.submitter.wait_for_news(this.longest_wait(next_timer_ns)));
+            if let Some(batch) = this.run_step(this.memory.bind(py), &given, &mut state, block)? {
+                return Ok(batch);
+            }
+            let longest_wait = this.longest_wait(state.next_timer_ns);
+            py.detach(|| this.submitter.wait_for_news(longest_wait));
             py.check_signals()?;
             given = GivenResult::None;
         }

@@ -26,11 +26,13 @@ pub(crate) struct StepState {
     /// Tokens of the result: a copy, as a long step runs while other threads may write to the caller's array.
     pub(crate) tokens: Vec<i32>,
     outdated: Vec<Py<PyAny>>,
+    /// When a step that found nothing to do has something to do by itself.
+    pub(crate) next_timer_ns: Option<u64>,
 }
 
 impl StepState {
     pub(crate) fn new(views: Views) -> Self {
-        Self { views, tokens: Vec::new(), outdated: Vec::new() }
+        Self { views, tokens: Vec::new(), outdated: Vec::new(), next_timer_ns: None }
     }
 }
 
@@ -40,16 +42,6 @@ pub(crate) enum GivenResult<'py> {
     /// Tokens only, which stand in `StepState::tokens`.
     Tokens,
     Full(Bound<'py, StepResult>),
-}
-
-/// What came of one step.
-#[allow(clippy::large_enum_variant)] // it is taken apart at once; a box would be an allocation in every step
-pub(crate) enum Stepped {
-    Batch(Batch),
-    /// The caller wants to wait for something to run or to tell, and there is nothing before this time, unless somebody calls for it.
-    Idle {
-        next_timer_ns: Option<u64>,
-    },
 }
 
 impl<'py> GivenResult<'py> {
@@ -84,19 +76,21 @@ fn sampled_tokens(result: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
 }
 
 impl Scheduler {
-    /// Runs one step of the core.
+    /// Runs one step of the core. `None` if the caller wants to wait for something to run or to tell, and there is nothing: then
+    /// `state.next_timer_ns` is when there will be, unless somebody calls for it before.
     pub(crate) fn run_step(
         &self,
         memory: &Bound<'_, Memory>,
         given: &GivenResult<'_>,
         state: &mut StepState,
         is_waiting: bool,
-    ) -> PyResult<Stepped> {
+    ) -> PyResult<Option<Batch>> {
         let core = self.step_core(memory.py(), given.as_core(&state.tokens).as_ref())?;
         if is_waiting && core.batch().num_seqs() == 0 && core.output().is_empty() {
-            return Ok(Stepped::Idle { next_timer_ns: core.next_timer_ns() });
+            state.next_timer_ns = core.next_timer_ns();
+            return Ok(None);
         }
-        Self::hand_over(memory, core, state).map(Stepped::Batch)
+        Self::hand_over(memory, core, state).map(Some)
     }
 
     /// Runs one step with the GIL, and gives the nanoseconds of its commit, of its plan, and of the rest of the call: reading the result and
