@@ -28,11 +28,12 @@ from typing import Any
 import numpy as np
 from policies import output, plots
 from policies.aging import overtakes_to_bound
+from policies.capacity import measure_capacity
 from policies.output import Figures, Report
 from policies.profiles import NUM_PROMPT_TOKENS, NUM_ROWS, PROFILES, Profile
 from policies.run import NEVER, Run
 from policies.simulator import config, simulate
-from policies.workload import SECOND_NS, Stream, closed_loop, open_loop, poisson
+from policies.workload import SECOND_NS, Stream, open_loop, poisson
 
 INTERACTIVE_LOAD = 0.5
 TOTAL_LOAD = 10.0
@@ -51,20 +52,6 @@ def target_itl_ms(profile: Profile) -> float:
     """What a step of full rows takes that also computes two prompts, rounded up to 5 ms."""
     num_tokens = NUM_ROWS + 2 * NUM_PROMPT_TOKENS
     return 5.0 * math.ceil(profile.step_ms(num_tokens, NUM_ROWS * MEAN_CONTEXT) / 5)
-
-
-def measure_capacity(seed: int, profile: Profile, span_s: float) -> Figures:
-    random = np.random.default_rng(seed)
-    num_requests = int(span_s * 80) + 1000
-    streams = [closed_loop("all", random, num_requests, 4 * NUM_ROWS)]
-    run = simulate(config(policy="fair"), profile, streams, until_s=span_s)
-    from_ns = run.end_ns // 5
-    seconds = (run.end_ns - from_ns) / SECOND_NS
-    ended = run.requests.ended_ns
-    return {
-        "requests_per_s": output.rounded(np.count_nonzero(ended > from_ns) / seconds),
-        "output_tokens_per_s": output.rounded(run.output_tokens(None, from_ns) / seconds),
-    }
 
 
 def streams_of(seed: int, capacity: float, span_s: float) -> list[Stream]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import cbrs
+from cbrs.errors import OverloadedError
 
 from .profiles import BLOCK_SIZE, NUM_ROWS, TOKEN_BUDGET, Profile
 from .run import NEVER, Requests, Run, Steps
@@ -210,7 +211,7 @@ class Simulator:
         started = time.perf_counter_ns()
         try:
             request_id = self.scheduler.submit(prompt, stream.max_tokens, **parameters)
-        except cbrs.OverloadedError as refused:
+        except OverloadedError as refused:
             self.refusal_ns.append(time.perf_counter_ns() - started)
             self._note_refusal(index, at_ns, refused.retry_after_s)
             return
