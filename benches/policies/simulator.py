@@ -95,6 +95,11 @@ class Simulator:
             else:
                 self.arrivals += zip(stream.arrival_ns.tolist(), indices, strict=True)
         self.arrivals.sort()
+        self.max_tokens: list[int | None] = []
+        for stream in self.streams:
+            each = stream.max_tokens
+            is_array = isinstance(each, np.ndarray)
+            self.max_tokens += each.tolist() if is_array else [each] * len(stream)
 
     def run(self, until_s: float = float("inf"), until_ended: str | None = None) -> Run:
         """Simulates until a time, or until all requests, or those of one stream, have ended."""
@@ -207,10 +212,11 @@ class Simulator:
         requests = self.requests
         stream = self.streams[requests.stream[index]]
         prompt = self.tokens[index : index + requests.num_prompt_tokens[index]]
+        max_tokens = self.max_tokens[index]
         parameters: dict[str, Any] = dict(stream.parameters)
         started = time.perf_counter_ns()
         try:
-            request_id = self.scheduler.submit(prompt, stream.max_tokens, **parameters)
+            request_id = self.scheduler.submit(prompt, max_tokens, **parameters)
         except OverloadedError as refused:
             self.refusal_ns.append(time.perf_counter_ns() - started)
             self._note_refusal(index, at_ns, refused.retry_after_s)

@@ -22,14 +22,15 @@ class Stream:
 
     Open loop: `arrival_ns` says when each is submitted. Closed loop: `num_in_flight` are submitted
     at the start and another one whenever one of them ends; `arrival_ns` is not looked at. The
-    scheduler knows `max_tokens` of each; the simulated model ends it after `num_output_tokens`.
+    scheduler knows `max_tokens`, of all or of each; the simulated model ends each request after its
+    `num_output_tokens`.
     """
 
     name: str
     arrival_ns: Int64Array
     num_output_tokens: Int64Array
     num_prompt_tokens: Int64Array
-    max_tokens: int | None = MAX_OUTPUT_TOKENS
+    max_tokens: int | Int64Array | None = MAX_OUTPUT_TOKENS
     num_in_flight: int = 0
     parameters: Mapping[str, object] = field(default_factory=dict)
 
