@@ -4,9 +4,9 @@
 
 A closed loop keeps 128 requests in flight whose lengths are those of published traces (Azure 2023
 conversations, Mooncake conversations, ServeGen DeepSeek-R1; without `CBRS_DATA` log-normal ones,
-which `source` says). A run with a pool that is never full says how many blocks are held at most; then
-the pool has 60 % of that. Each request asks for as many output tokens as the longest of its data set
-has, and ends at its own length. The rules, under `fair` otherwise:
+which `source` says). A run with a pool that is never full says how many blocks are held at most;
+then the pool has 60 % of that. Each request asks for as many output tokens as the longest of its
+data set has, and ends at its own length. The rules, under `fair` otherwise:
 
   guaranteed       what runs can grow to its `max_tokens`: the maximum is reserved
   guaranteed, 2x   the same with a `max_tokens` of twice the true length, which no client knows
@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, report: Report) -> Figures:
         results[profile] = {name: {} for name in lengths}
         for name, each in lengths.items():
             for seed in options.seeds:
-                num_requests = NUM_REQUESTS[name] // (3 if options.quick else 1)
+                num_requests = NUM_REQUESTS[name] // (4 if options.quick else 1)
                 result = measure_trace(seed, PROFILES[profile], each, num_requests)
                 results[profile][name][seed] = result
                 for rule, figures in result["rules"].items():
@@ -189,7 +189,8 @@ def measure(options: argparse.Namespace, report: Report) -> Figures:
 def parse() -> argparse.Namespace:
     have = list(TRACES) if trace_folder() else [SYNTHETIC]
     parser = output.parser(__doc__)
-    parser.add_argument("--trace", choices=[*have, SYNTHETIC][: len(have) + 1], nargs="+", default=have)
+    choices = sorted({*have, SYNTHETIC})
+    parser.add_argument("--trace", choices=choices, nargs="+", default=have, help="of lengths")
     return parser.parse_args()
 
 

@@ -2,17 +2,21 @@
 
     python benches/fairness.py --json --plot fairness.png
 
-  flood    a tenant submits 200 requests with outputs around 1,000 tokens at once; a polite one
-           submits one request per second (in the mean). In how many steps after its arrival a polite
-           request runs its first chunk, and its time to first token: by `fair`, by `fcfs`, and alone.
-           Throughput is output tokens per second until the flood has ended.
+  flood    a tenant submits 200 requests with outputs around 1,000 tokens (at most 4,096) at once;
+           a polite one submits one request per second (in the mean, from the first second on). In
+           how many steps after its arrival a polite request runs its first chunk, and its time to
+           first token: by `fair`, by `fcfs`, and alone. Throughput is output tokens per second
+           until the flood has ended.
   weights  three tenants of weight 1, 2 and 4 that always have requests waiting: each one's part of
            the weighted service (prompt tokens 1, output tokens 2), and throughput beside `fcfs`.
   caps     a tenant asks for outputs of 10,000 tokens, 100 at once, while another sends short
-           requests at a quarter of capacity: how long these wait by `fcfs`, by `fair`, and by `fair`
-           with a cap on the tenant's `max_tokens` or `max_num_seqs`. No goal, only figures.
+           requests at a quarter of capacity: how long these wait by `fcfs`, by `fair`, and by
+           `fair` with a cap on the tenant's `max_tokens` or `max_num_seqs`. Who has not started at
+           the end has waited until then. No goal, only figures.
 
-A loaded step is the median of the loaded run's steps. Goals hold for each seed.
+A loaded step is the one that an arrival meets under load, 99th percentile: steps of the loaded run
+count by their duration. The ratio to the stricter limit, with the median step, is reported, too.
+Goals hold for each seed.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from policies.simulator import config, simulate
 from policies.workload import SECOND_NS, Stream, closed_loop, open_loop, poisson
 
 NUM_FLOOD_REQUESTS = 200
-FLOOD_OUTPUT_TOKENS = 1000
+FLOOD_OUTPUT_TOKENS, MAX_FLOOD_TOKENS = 1000, 4096
 POLITE_RATE = 1.0
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
 NUM_LONG_REQUESTS = 100
@@ -53,8 +57,8 @@ def flood_streams(seed: int, num_requests: int, span_s: float) -> list[Stream]:
         random,
         at_once,
         median=FLOOD_OUTPUT_TOKENS,
-        at_most=8192,
-        max_tokens=8192,
+        at_most=MAX_FLOOD_TOKENS,
+        max_tokens=MAX_FLOOD_TOKENS,
         tenant="flood",
     )
     # It does not come with the flood, but after it.
@@ -73,7 +77,7 @@ def polite_figures(run: Run) -> Figures:
         "ttft_p50_ms": ms(output.percentile(ttft_s, 50)),
         "ttft_p99_ms": ms(output.percentile(ttft_s, 99)),
         "step_median_ms": ms(float(np.median(run.durations_s()))),
-        "step_p99_ms": ms(output.percentile(run.durations_s(), 99)),
+        "met_step_p99_ms": ms(run.met_step_s(99)),
         "output_tokens_per_s": output.rounded(run.output_tokens() / run.end_ns * SECOND_NS),
         "num_preemptions": int(run.stats["num_preemptions"]),
         "num_recomputed_tokens": int(run.stats["num_recomputed_tokens"]),
@@ -95,8 +99,7 @@ def measure_flood(seed: int, profile: Profile, num_requests: int) -> Figures:
     alone = simulate(config(policy="fair"), profile, streams[1:], until_s=until_s)
     result["alone"] = polite_figures(alone)
     fair, fcfs = result["fair"], result["fcfs"]
-    limit_ms = result["alone"]["ttft_p99_ms"] + 2 * fair["step_median_ms"]
-    result["ttft_to_limit"] = output.rounded(fair["ttft_p99_ms"] / limit_ms)
+    result |= output.ttft_to_limits(fair, result["alone"])
     result["throughput_to_fcfs"] = output.rounded(
         fair["output_tokens_per_s"] / fcfs["output_tokens_per_s"]
     )
@@ -217,8 +220,8 @@ def plot(results: Figures, path: Path) -> None:
         for row, (profile, result) in zip(axes, results.items(), strict=True):
             styles = {"alone": plots.THIRD, "fcfs": plots.OTHER, "fair": plots.OURS}
             for name, color in styles.items():
-                values = [value for run in result["flood"].values() for value in run[name]["ttft_ms"]]
-                plots.distribution(row[0], values, name, color)
+                runs = [run[name]["ttft_ms"] for run in result["flood"].values()]
+                plots.distribution(row[0], np.concatenate(runs), name, color)
             row[0].set(xscale="log", yscale="log", xlabel="TTFT of the polite tenant, ms")
             row[0].set(ylabel="part of requests at or above")
             row[0].set_title(f"{profile}: one request/s beside 200 at once", fontsize=9)

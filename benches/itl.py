@@ -3,8 +3,8 @@
     python benches/itl.py --json --plot itl.png
 
 64 requests decode all the time while prompts of 4,000 to 20,000 tokens come. With `target_itl_ms`
-(50 ms by the profile gpu, 150 ms by cpu) and at most 8,192 tokens a step, the scheduler chooses each
-step's tokens by what it has learned of the steps' cost; without, a fixed budget decides.
+(50 ms by the profile gpu, 150 ms by cpu) and at most 8,192 tokens a step, the scheduler chooses
+each step's tokens by what it has learned of the steps' cost; without, a fixed budget decides.
 
   saturated  eight prompts always wait or run: 99th percentile of the time between two tokens (ITL)
              of the decodes, and prompt tokens computed per second; with the target, with each fixed
@@ -90,8 +90,7 @@ def figures_of(run: Run) -> Figures:
     from_ns = run.end_ns // 10
     start = np.asarray(run.steps.start_ns)
     is_inside = start >= from_ns
-    gaps, request = run.gaps()
-    ends = event_ends(run)
+    gaps, request, ends = run.gaps()
     is_decode = (run.requests.stream[request] == run.stream("decodes")) & (ends > from_ns)
     itl_s = gaps[is_decode] / SECOND_NS
     first = run.requests.first_token_ns
@@ -106,14 +105,6 @@ def figures_of(run: Run) -> Figures:
         "prompt_tokens_per_s": output.rounded(num_prompt_tokens / seconds),
         "num_decodes": int(np.count_nonzero(first[run.of("decodes")] != NEVER)),
     }
-
-
-def event_ends(run: Run) -> np.ndarray:
-    """When each gap of `run.gaps()` ended."""
-    order = np.argsort(run.event_request, kind="stable")
-    request, at = run.event_request[order], run.event_ns[order]
-    is_same = request[1:] == request[:-1]
-    return at[1:][is_same]
 
 
 def prediction_error(run: Run) -> float:
@@ -203,8 +194,8 @@ def measure_joining(profile: Profile, target_ms: float, span_s: float) -> Figure
         }
         for span, inside in spans.items()
     }
-    gaps, request = run.gaps()
-    is_other = (request < NUM_DECODES - 1) & (event_ends(run) >= started)
+    gaps, request, ends = run.gaps()
+    is_other = (request < NUM_DECODES - 1) & (ends >= started)
     others = gaps[is_other] / SECOND_NS
     step = spans["computing"]
     result["itl_p99_ms"] = ms(output.percentile(others, 99))
@@ -265,6 +256,7 @@ def plot(results: Figures, path: Path) -> None:
             for each in row[:2]:
                 each.axvline(target_ms, label=f"target {target_ms:g} ms", **plots.GOAL)
                 each.set(xscale="log", xlabel="ITL of the decodes, p99, ms")
+                plots.plain_ticks(each.xaxis)
                 each.set(ylabel="prompt tokens/s")
             _plot_joining(row[2], profile, result)
 

@@ -1,4 +1,4 @@
-"""What overload does to those who are served, in virtual time (profiles of a step's cost; no model).
+"""What overload does to those who are served, in virtual time (profiles of a step's cost).
 
     python benches/overload.py --json --plot overload.png
 
@@ -64,7 +64,7 @@ def goodput(run: Run, max_itl_s: float, from_ns: int, until_ns: int) -> float:
     requests = run.requests
     ttft_ns = requests.first_token_ns - requests.submitted_ns
     is_good = (requests.first_token_ns != NEVER) & (ttft_ns <= TTFT_DEADLINE_S * SECOND_NS)
-    gaps, request = run.gaps()
+    gaps, request, _ = run.gaps()
     # p99 of a request's gaps is at most a bound if at most 1 % of them are above it.
     num_gaps = np.bincount(request, minlength=len(is_good))
     num_long = np.bincount(request[gaps > max_itl_s * SECOND_NS], minlength=len(is_good))
@@ -281,6 +281,7 @@ def plot(results: Figures, path: Path) -> None:
             for each in row[:2]:
                 each.set(xscale="log", xlabel="offered load, times capacity")
                 each.set_xticks(LOADS, [f"{load:g}" for load in LOADS])
+                each.minorticks_off()
                 each.set_title(f"{profile}: all seeds", fontsize=9)
             _plot_burst(row[2], profile, runs[0]["burst"])
 

@@ -40,7 +40,7 @@ def _check(name: str, value: float, unit: str, goal: str, is_ok: bool) -> Check:
 
 
 def percentile(values: Iterable[float] | np.ndarray, percent: float) -> float:
-    """A percentile that was really seen: the smallest value with `percent` of all below or at it."""
+    """The smallest value that `percent` of all do not exceed: one that was really seen."""
     array = np.asarray(values, dtype=np.float64)
     return float(np.percentile(array, percent, method="inverted_cdf")) if array.size else 0.0
 
@@ -53,6 +53,18 @@ def worst(runs: Iterable[Figures], key: str) -> float:
 def least(runs: Iterable[Figures], key: str) -> float:
     """The smallest of a figure over the seeds."""
     return min(float(run[key]) for run in runs)
+
+
+def ttft_to_limits(loaded: Figures, alone: Figures) -> Figures:
+    """p99 of the time to first token to that alone and two loaded steps, as `met_step_p99_ms`.
+
+    The stricter limit takes the median step.
+    """
+    limits = {
+        "ttft_to_limit": alone["ttft_p99_ms"] + 2 * loaded["met_step_p99_ms"],
+        "ttft_to_strict_limit": alone["ttft_p99_ms"] + 2 * loaded["step_median_ms"],
+    }
+    return {name: rounded(loaded["ttft_p99_ms"] / limit) for name, limit in limits.items()}
 
 
 def parser(doc: str | None, profiles: tuple[str, ...] = ("gpu", "cpu")) -> argparse.ArgumentParser:

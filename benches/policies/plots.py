@@ -37,6 +37,15 @@ def figure(
     pyplot.close(drawing)
 
 
+def plain_ticks(axis: Any) -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5, written as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
 def distribution(axes: Any, values: Any, label: str, color: str) -> None:
     """The part of values at or above each value, so that tails are seen."""
     ordered = np.sort(np.asarray(values, dtype=np.float64))

@@ -27,9 +27,7 @@ class Profile:
 
     def step_ms(self, num_tokens: float, num_kv_tokens: float) -> float:
         """Milliseconds of a step."""
-        return (
-            self.fixed_ms + self.per_token_ms * num_tokens + self.per_kv_token_ms * num_kv_tokens
-        )
+        return self.fixed_ms + self.per_token_ms * num_tokens + self.per_kv_token_ms * num_kv_tokens
 
 
 PROFILES = {

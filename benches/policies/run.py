@@ -88,8 +88,8 @@ class Run:
     def ttft_s(self, indices: Int64Array) -> Float64Array:
         """Seconds from submission to first token of those that have one."""
         first = self.requests.first_token_ns[indices]
-        waited = first - self.requests.submitted_ns[indices]
-        return waited[first != NEVER] / SECOND_NS
+        waited: Float64Array = (first - self.requests.submitted_ns[indices]) / SECOND_NS
+        return waited[first != NEVER]
 
     def first_chunk_steps(self, indices: Int64Array) -> Int64Array:
         """Steps planned from submission to the first chunk, that one included; those that ran."""
@@ -97,23 +97,28 @@ class Run:
         waited: Int64Array = first - self.requests.submitted_step[indices]
         return waited[first != NEVER]
 
-    def gaps(self) -> tuple[Int64Array, Int64Array]:
-        """Nanoseconds between neighbouring tokens of a request, and the request of each."""
+    def gaps(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Nanoseconds between neighbouring tokens of a request, the request, and when it ended."""
         order = np.argsort(self.event_request, kind="stable")
         request, at = self.event_request[order], self.event_ns[order]
         is_same = request[1:] == request[:-1]
-        return np.diff(at)[is_same], request[1:][is_same]
+        return np.diff(at)[is_same], request[1:][is_same], at[1:][is_same]
 
     def itl_s(self, indices: Int64Array) -> Float64Array:
         """Seconds between neighbouring tokens of some requests."""
-        gaps, request = self.gaps()
-        return gaps[np.isin(request, indices)] / SECOND_NS
+        gaps, request, _ = self.gaps()
+        seconds: Float64Array = gaps / SECOND_NS
+        return seconds[np.isin(request, indices)]
 
-    def durations_s(self, from_ns: int = 0, until_ns: int | None = None) -> Float64Array:
-        """Seconds of each step that started in a span of time."""
-        start = np.asarray(self.steps.start_ns)
-        is_inside = (start >= from_ns) & (start < (self.end_ns if until_ns is None else until_ns))
-        return np.asarray(self.steps.duration_ns)[is_inside] / SECOND_NS
+    def durations_s(self) -> Float64Array:
+        """Seconds of each step."""
+        return np.asarray(self.steps.duration_ns, dtype=np.float64) / SECOND_NS
+
+    def met_step_s(self, percent: float) -> float:
+        """A percentile of the step in flight at a random time: steps count by their duration."""
+        ordered = np.sort(np.asarray(self.steps.duration_ns))
+        below = np.cumsum(ordered)
+        return float(ordered[np.searchsorted(below, percent / 100 * below[-1])]) / SECOND_NS
 
     def output_tokens(self, name: str | None = None, from_ns: int = 0, until_ns: int = 0) -> int:
         """Output tokens of a stream (None = of all) from one time until another (0 = the end)."""

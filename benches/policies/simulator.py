@@ -98,8 +98,8 @@ class Simulator:
         self.max_tokens: list[int | None] = []
         for stream in self.streams:
             each = stream.max_tokens
-            is_array = isinstance(each, np.ndarray)
-            self.max_tokens += each.tolist() if is_array else [each] * len(stream)
+            of_each = each.tolist() if isinstance(each, np.ndarray) else [each] * len(stream)
+            self.max_tokens += of_each
 
     def run(self, until_s: float = float("inf"), until_ended: str | None = None) -> Run:
         """Simulates until a time, or until all requests, or those of one stream, have ended."""

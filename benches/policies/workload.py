@@ -93,6 +93,7 @@ def closed_loop(
 ) -> Stream:
     """Prompts of 256 tokens, always `num_in_flight` of them submitted and not ended."""
     arrival_ns = np.zeros(num_requests, dtype=np.int64)
-    stream = open_loop(name, random, arrival_ns, median=median, max_tokens=max_tokens, **parameters)
+    stream = open_loop(name, random, arrival_ns, median=median, max_tokens=max_tokens)
+    stream.parameters = parameters
     stream.num_in_flight = num_in_flight
     return stream
