@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, report: Report) -> Figures:
         results[profile] = {name: {} for name in lengths}
         for name, each in lengths.items():
             for seed in options.seeds:
-                num_requests = NUM_REQUESTS[name] // (4 if options.quick else 1)
+                num_requests = NUM_REQUESTS[name] // (8 if options.quick else 1)
                 result = measure_trace(seed, PROFILES[profile], each, num_requests)
                 results[profile][name][seed] = result
                 for rule, figures in result["rules"].items():

@@ -260,10 +260,10 @@ def measure(options: argparse.Namespace, report: Report) -> Figures:
     quick = options.quick
     for name in options.profile:
         profile = PROFILES[name]
-        span_s = {"gpu": 60.0, "cpu": 300.0}[name] * (0.15 if quick else 1)
+        span_s = {"gpu": 60.0, "cpu": 300.0}[name] * (0.05 if quick else 1)
         result = results[name] = {"flood": {}, "weights": {}, "caps": {}}
         for seed in options.seeds:
-            num_requests = 70 if quick else NUM_FLOOD_REQUESTS
+            num_requests = 66 if quick else NUM_FLOOD_REQUESTS
             result["flood"][seed] = flood = measure_flood(seed, profile, num_requests)
             for policy in ("alone", "fcfs", "fair"):
                 report.show(f"{name}, flood, seed {seed}, {policy}", flood[policy])

@@ -42,6 +42,7 @@ NUM_PROMPTS_IN_FLIGHT = 8
 TOKEN_BUDGET = 8192
 SHOWN_BUDGETS = (512, 2048, 8192)
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)
+QUICK_LOADS = (0.5, 1.0)
 LONG_CONTEXT = 50_000
 TOLERANCE = 1.1
 # Steps until the model of a step's cost is expected to be right.
@@ -55,7 +56,7 @@ def ms(seconds: float) -> float:
 
 def budgets(quick: bool) -> list[int]:
     """The fixed budgets to choose the best from."""
-    grid = np.geomspace(128, TOKEN_BUDGET, 7 if quick else 25).round().astype(int)
+    grid = np.geomspace(128, TOKEN_BUDGET, 4 if quick else 25).round().astype(int)
     return sorted({*grid.tolist(), *SHOWN_BUDGETS})
 
 
@@ -144,13 +145,18 @@ def measure_saturated(
 
 
 def measure_loads(
-    seed: int, profile: Profile, target_ms: float, span_s: float, rate: float
+    seed: int,
+    profile: Profile,
+    target_ms: float,
+    span_s: float,
+    rate: float,
+    offered: tuple[float, ...],
 ) -> Figures:
     """Prompts at parts of `rate` (per second), by mode: a list of figures in order of the load."""
     modes = {"target": settings(TOKEN_BUDGET, target_ms)}
     modes |= {f"fixed {budget}": settings(budget, None) for budget in SHOWN_BUDGETS}
     result: Figures = {mode: [] for mode in modes}
-    for load in LOADS:
+    for load in offered:
         arrivals = poisson(np.random.default_rng(seed), load * rate, 0, span_s)
         stream = prompts(seed, len(arrivals))
         stream.num_in_flight, stream.arrival_ns = 0, arrivals
@@ -318,12 +324,14 @@ def measure(options: argparse.Namespace, report: Report) -> Figures:
         first = options.seeds[0]
         tokens = result["saturated"][first]["target"]["prompt_tokens_per_s"]
         rate = tokens / ((MIN_PROMPT + MAX_PROMPT) / 2)
-        result["loads"] = measure_loads(first, profile, target_ms, span_s, rate)
+        offered = QUICK_LOADS if options.quick else LOADS
+        result["loads"] = measure_loads(first, profile, target_ms, span_s, rate, offered)
         for mode, entries in result["loads"].items():
             for entry in entries:
                 report.show(f"{name}, loads, {mode}", entry)
         # Long enough for the whole context to be computed.
-        result["joining"] = measure_joining(profile, target_ms, SPAN_S[name])
+        joining_s = SPAN_S[name] * (0.4 if options.quick else 1)
+        result["joining"] = measure_joining(profile, target_ms, joining_s)
         for span in ("before", "computing", "after"):
             report.show(f"{name}, joining, {span}", result["joining"][span])
         report.show(f"{name}, joining", result["joining"])

@@ -36,6 +36,7 @@ from policies.simulator import config, simulate
 from policies.workload import SECOND_NS, Stream, open_loop, poisson
 
 LOADS = (0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+QUICK_LOADS = (0.5, 1.0, 10.0)
 BASE_LOAD, BURST_LOAD = 0.5, 10.0
 TTFT_DEADLINE_S = 2.0
 MAX_ITL_S = {"gpu": 0.1, "cpu": 0.3}
@@ -113,10 +114,12 @@ def bounds_to_limits(figures: Figures) -> float:
     )
 
 
-def measure_loads(seed: int, profile: Profile, capacity: float, span_s: float) -> Figures:
+def measure_loads(
+    seed: int, profile: Profile, capacity: float, span_s: float, offered: tuple[float, ...]
+) -> Figures:
     result: Figures = {"fair": {}, "fcfs": {}}
     refusals = []
-    for load in LOADS:
+    for load in offered:
         random = np.random.default_rng(seed)
         arrivals = poisson(random, load * capacity, 0, span_s)
         deadline_ms = 1e3 * TTFT_DEADLINE_S
@@ -215,18 +218,19 @@ def waiting_over_time(run: Run, num_points: int = 400) -> Figures:
 
 def measure_seed(seed: int, profile: Profile, quick: bool) -> Figures:
     span_s = SPAN_S[profile.name] * (0.1 if quick else 1)
+    offered = QUICK_LOADS if quick else LOADS
     capacity = measure_capacity(seed, profile, span_s)
     rate = capacity["requests_per_s"]
-    loads = measure_loads(seed, profile, rate, span_s)
+    loads = measure_loads(seed, profile, rate, span_s, offered)
     refusal_us = loads.pop("refusal_us")
     fair = loads["fair"]
     tokens = {load: figures["goodput_tokens_per_s"] for load, figures in fair.items()}
-    burst = measure_burst(seed, profile, rate, AFTER_S * (0.1 if quick else 1))
+    burst = measure_burst(seed, profile, rate, AFTER_S * (0.06 if quick else 1))
     return {
         "capacity": capacity,
         "loads": loads,
         "peak_load": max(tokens, key=lambda load: tokens[load]),
-        "goodput_to_peak": output.rounded(tokens[LOADS[-1]] / max(tokens.values())),
+        "goodput_to_peak": output.rounded(tokens[offered[-1]] / max(tokens.values())),
         "queue_to_bounds": max(map(bounds_to_limits, [*fair.values(), burst])),
         "burst": burst,
         "refusals": len(refusal_us),
@@ -271,24 +275,25 @@ def plot(results: Figures, path: Path) -> None:
     with plots.figure(path, len(results), 3, title) as axes:
         for row, (profile, by_seed) in zip(axes, results.items(), strict=True):
             runs = list(by_seed.values())
+            offered = list(runs[0]["loads"]["fair"])
             for mode, color in (("fair", plots.OURS), ("fcfs", plots.OTHER)):
                 for axes_of, key in ((row[0], "goodput_tokens_per_s"), (row[1], "ttft_p99_ms")):
                     values = [[each[key] for each in run["loads"][mode].values()] for run in runs]
-                    _plot_band(axes_of, np.asarray(values), mode, color)
+                    _plot_band(axes_of, offered, np.asarray(values), mode, color)
             row[0].set(ylabel="goodput, output tokens/s", ylim=(0, None))
             row[1].set(ylabel="TTFT p99 of the served, ms", yscale="log")
             row[1].axhline(1e3 * TTFT_DEADLINE_S, label="deadline", **plots.GOAL)
             for each in row[:2]:
                 each.set(xscale="log", xlabel="offered load, times capacity")
-                each.set_xticks(LOADS, [f"{load:g}" for load in LOADS])
+                each.set_xticks(offered, [f"{load:g}" for load in offered])
                 each.minorticks_off()
                 each.set_title(f"{profile}: all seeds", fontsize=9)
             _plot_burst(row[2], profile, runs[0]["burst"])
 
 
-def _plot_band(axes: Any, values: np.ndarray, label: str, color: str) -> None:
-    axes.plot(LOADS, np.median(values, axis=0), "-o", color=color, label=label, markersize=4)
-    axes.fill_between(LOADS, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2)
+def _plot_band(axes: Any, loads: list[float], values: np.ndarray, label: str, color: str) -> None:
+    axes.plot(loads, np.median(values, axis=0), "-o", color=color, label=label, markersize=4)
+    axes.fill_between(loads, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2)
 
 
 def _plot_burst(axes: Any, profile: str, burst: Figures) -> None:

@@ -249,7 +249,7 @@ def _plot_timeline(axes: Any, profile: str, run: Figures) -> None:
 def measure(options: argparse.Namespace, report: Report) -> Figures:
     results: Figures = {}
     for name in options.profile:
-        span_s = SPAN_S[name] * (0.1 if options.quick else 1)
+        span_s = SPAN_S[name] * (0.06 if options.quick else 1)
         results[name] = {}
         for seed in options.seeds:
             results[name][seed] = result = measure_seed(seed, PROFILES[name], span_s)

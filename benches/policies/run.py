@@ -88,14 +88,16 @@ class Run:
     def ttft_s(self, indices: Int64Array) -> Float64Array:
         """Seconds from submission to first token of those that have one."""
         first = self.requests.first_token_ns[indices]
-        waited: Float64Array = (first - self.requests.submitted_ns[indices]) / SECOND_NS
-        return waited[first != NEVER]
+        seconds: Float64Array = (first - self.requests.submitted_ns[indices]) / SECOND_NS
+        has_one: BoolArray = first != NEVER
+        return seconds[has_one]
 
     def first_chunk_steps(self, indices: Int64Array) -> Int64Array:
         """Steps planned from submission to the first chunk, that one included; those that ran."""
         first = self.requests.first_step[indices]
         waited: Int64Array = first - self.requests.submitted_step[indices]
-        return waited[first != NEVER]
+        has_one: BoolArray = first != NEVER
+        return waited[has_one]
 
     def gaps(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Nanoseconds between neighbouring tokens of a request, the request, and when it ended."""
