@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHES = Path(__file__).resolve().parent.parent / "benches"
@@ -141,3 +142,122 @@ def test_schedulers_are_compared_and_missing_peers_are_skipped(tmp_path):
     assert "No such file" in report["results"]["vllm"]["skipped"]
     assert report["results"]["ratios"] == {}
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Names of checks, without the profile. Goals are not looked at: quick figures mean little.
+POLICY_CHECKS = {
+    "fairness.py": [
+        "polite beside a flood: first chunk, p99",
+        "polite beside a flood: TTFT p99 to (alone p99 + 2 loaded steps)",
+        "weights 1:2:4: largest error of a share",
+        "flood: throughput to fcfs",
+        "weights: throughput to fcfs",
+    ],
+    "priority.py": [
+        "interactive: first chunk, p99",
+        "interactive: TTFT p99 to (alone p99 + 2 loaded steps)",
+        "interactive: ITL p99 to target 25 ms",
+        "batch: longest pause of a decode",
+        "batch: later admissions before an aged request to the bound W",
+        "rows held over time",
+        "batch alone: throughput to saturated",
+    ],
+    "itl.py": [
+        "target 50 ms: ITL p99 to target",
+        "target 50 ms: prompt tokens/s to the best fixed budget",
+        "target 50 ms: median error of the predicted step",
+        "target 50 ms, 50,000 tokens join: longest ITL to target",
+    ],
+    "overload.py": [
+        "goodput at 10x to its peak",
+        "queue to its bounds",
+        "burst: admitted of the refused that came back when told",
+        "a refusal, p99",
+        "burst: until TTFT is as before",
+    ],
+    "admission.py": [
+        "synthetic: KV use to the best rule's",
+        "synthetic: tokens computed again to prompt only",
+    ],
+}
+
+
+@pytest.mark.parametrize("program", POLICY_CHECKS)
+def test_a_bench_of_the_policy_reports_every_check_and_draws(program, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.delenv("CBRS_DATA", raising=False)
+    plot = tmp_path / "plot.png"
+    quick = ["--quick", "--profile", "gpu", "--seeds", "0", "--json", "--plot", str(plot)]
+    result = run(program, *quick)
+    report = document(result)
+    assert len(result.stdout.splitlines()) == 1
+    assert report["bench"] == program.removesuffix(".py")
+    assert list(report["results"]) == ["gpu"]
+    names = [f"gpu, {name}" for name in POLICY_CHECKS[program]]
+    assert [check["name"] for check in report["checks"]] == names
+    assert all(set(check) == {"name", "value", "unit", "goal", "ok"} for check in report["checks"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def simulate(monkeypatch, streams, **settings):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from policies import profiles, simulator
+
+    return simulator.simulate(simulator.config(**settings), profiles.PROFILES["gpu"], streams)
+
+
+def stream(arrival_ms, num_prompt_tokens, num_output_tokens, **fields):
+    from policies import workload
+
+    arrays = (np.asarray(values) for values in (num_output_tokens, num_prompt_tokens))
+    return workload.Stream("all", np.asarray(arrival_ms) * 1_000_000, *arrays, **fields)
+
+
+def test_a_simulated_step_costs_what_the_profile_says(monkeypatch):
+    """5 ms, 0.03 ms a token, 40 ns a token of context; the second comes during the first step."""
+    monkeypatch.syspath_prepend(str(BENCHES))
+    result = simulate(monkeypatch, [stream([0, 3], [100, 50], [2, 1])])
+    first = 5 + 0.03 * 100 + 40e-6 * 100
+    second = 5 + 0.03 * (1 + 50) + 40e-6 * (101 + 50)
+    assert result.steps.duration_ns == pytest.approx([1e6 * first, 1e6 * second], abs=1)
+    assert result.ttft_s(np.arange(2)) == pytest.approx(
+        [first / 1e3, (first + second - 3) / 1e3], abs=1e-8
+    )
+    assert result.first_chunk_steps(np.arange(2)).tolist() == [1, 1]
+    assert result.itl_s(np.arange(2)) == pytest.approx([second / 1e3], abs=1e-8)
+    assert result.output_tokens() == 3
+    assert result.service("all", 0, result.end_ns) == 150 + 2 * 3
+
+
+def test_a_closed_loop_is_simulated_to_its_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    lengths = np.arange(1, 41)
+    loop = stream(np.zeros(40, dtype=np.int64), np.full(40, 20), lengths, num_in_flight=4)
+    result = simulate(monkeypatch, [loop], max_num_seqs=2)
+    assert result.output_tokens() == lengths.sum()
+    assert result.requests.num_tokens.tolist() == lengths.tolist()
+    assert (result.requests.ended_ns > 0).all()
+    assert max(result.steps.num_held_rows) == 2
+    # Two run and two wait: never more than four that came and have not ended.
+    at = np.sort(result.requests.submitted_ns)
+    ended = np.sort(result.requests.ended_ns)
+    assert all(np.searchsorted(ended, when, "right") >= n - 3 for n, when in enumerate(at))
+
+
+def test_overtaking_of_aged_requests_is_counted(monkeypatch):
+    """One waits for 30 s and is aged after 10: one of the two later ones starts after that."""
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from types import SimpleNamespace
+
+    from policies import aging
+
+    seconds = {"submitted_ns": [0, 1, 2], "first_planned_ns": [30, 5, 12]}
+    requests = {name: np.array(values) * 10**9 for name, values in seconds.items()}
+    run = SimpleNamespace(requests=SimpleNamespace(**requests), end_ns=40 * 10**9)
+    figures = aging.overtakes_to_bound(run, 10.0, 20)
+    assert figures == {
+        "num_aged": 1,
+        "overtakes_to_bound": 1 / 20,
+        "most_overtakes": 1,
+        "aged_before_it": 0,
+    }
