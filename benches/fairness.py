@@ -14,8 +14,8 @@
            `fair` with a cap on the tenant's `max_tokens` or `max_num_seqs`. Who has not started at
            the end has waited until then. No goal, only figures.
 
-A loaded step is the one that an arrival meets under load, 99th percentile: steps of the loaded run
-count by their duration. The ratio to the stricter limit, with the median step, is reported, too.
+A loaded step is the median one of the loaded run. The ratio to the looser limit, with the step that
+an arrival meets (steps count by their duration, 99th percentile), is reported, too.
 Goals hold for each seed.
 """
 

@@ -15,8 +15,8 @@ a step of full rows takes that also computes two prompts, rounded up to 5 ms. Re
   idle         rows in use, over time, while no interactive request comes, and in the whole run; and
                throughput in the middle third to the saturated one
 
-A loaded step is the one that an arrival meets under load, 99th percentile: steps of the loaded run
-count by their duration. The ratio to the stricter limit, with the median step, is reported, too.
+A loaded step is the median one of the loaded run. The ratio to the looser limit, with the step that
+an arrival meets (steps count by their duration, 99th percentile), is reported, too.
 Goals hold for each seed.
 """
 

@@ -408,7 +408,6 @@ impl AdmissionControl {
     }
 
     /// Charges output tokens to the rate of the tenant of a live request.
-    #[allow(dead_code, reason = "called by the scheduler's policy")]
     pub(crate) fn charge_output(&self, tenant: TenantCell, num_tokens: u64, now_ns: u64) {
         if let Some(tenants) = &self.tenants {
             tenants.charge_output(tenant, num_tokens, now_ns);
@@ -416,7 +415,6 @@ impl AdmissionControl {
     }
 
     /// What the engine knows of its speed and its work.
-    #[allow(dead_code, reason = "called by the scheduler's policy")]
     pub(crate) fn publish(&self, figures: &ServiceFigures) {
         self.model.publish(figures);
     }

@@ -146,9 +146,9 @@ impl Scheduler {
         }
     }
 
-    /// Whether not even one token of a prompt of this context fits.
-    pub(super) fn is_spent(&self, budget: &Budget, context: usize) -> bool {
-        self.chunk_limit(budget, context, 1) == 0
+    /// Whether not even the first token of a prompt fits.
+    pub(super) fn is_spent(&self, budget: &Budget) -> bool {
+        self.chunk_limit(budget, 0, 1) == 0
     }
 
     /// Counts planned decodes.

@@ -3,7 +3,8 @@
 //!
 //! 1. For a higher class nobody is displaced unless the one who waits can start then. Nobody who is in the plan is: nothing is planned yet.
 //! 2. For a tenant, a sequence of the same class is displaced whose tenant, even without it, holds no less for its weight than the one who
-//!    waits will; at most one in a step, none if a class had to give way in it, and what it frees is kept for the one who waits. So displacements even out, and end.
+//!    waits will; at most one in a step, none if a class had to give way in it. What it frees is kept for the one who waits. So displacements
+//!    even out, and end.
 //! 3. Nobody is displaced more than `max_preemptions` times, nor who started because it was aged, nor the first of all that runs.
 
 use std::collections::HashMap;

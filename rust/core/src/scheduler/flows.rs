@@ -52,6 +52,8 @@ pub(super) struct Flow {
     pub(super) max_running: u32,
     /// Live requests.
     num_requests: u32,
+    /// Nobody's: its number may be given to another tenant.
+    is_free: bool,
     pub(super) weight: f64,
     /// Virtual service of one prompt token.
     token_service: u64,
@@ -205,6 +207,7 @@ impl Flows {
             num_running: 0,
             max_running: cap.map_or(u32::MAX, |cap| cap as u32),
             num_requests: 0,
+            is_free: false,
             weight,
             token_service: (SCALE / weight).round() as u64,
             service: 0,
@@ -247,6 +250,7 @@ impl Flows {
             }
             self.idle.pop_first();
             self.by_key.remove(&(entry.tenant.clone(), entry.class));
+            self.entries[flow as usize].is_free = true;
             self.free.push(flow);
         }
     }
@@ -386,8 +390,7 @@ impl Flows {
 
     /// Everything that waits, flow by flow.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Flow)> {
-        let is_gone = |flow: u32| self.free.contains(&flow);
-        (0..).zip(&self.entries).filter(move |&(flow, _)| !is_gone(flow))
+        (0..).zip(&self.entries).filter(|(_, entry)| !entry.is_free)
     }
 
     /// The line of those with a deadline, after a place in it.

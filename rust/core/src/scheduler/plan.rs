@@ -167,7 +167,7 @@ impl Scheduler {
         if self.rows.num_free() == 0 || is_full || self.is_short_for(class) {
             return None;
         }
-        if self.is_spent(budget, 0) {
+        if self.is_spent(budget) {
             self.pace.has_denied_prompt |= self.flows.may_wait(class);
             return None;
         }
@@ -228,7 +228,9 @@ impl Scheduler {
                 let start = self.rows.get(row).num_computed_tokens as usize;
                 let num_tokens = self.plan_chunk(row, &mut part);
                 left -= num_tokens;
-                self.spend_chunk(budget, start, num_tokens);
+                if num_tokens > 0 {
+                    self.spend_chunk(budget, start, num_tokens);
+                }
             }
         }
     }
@@ -256,7 +258,7 @@ impl Scheduler {
         let planned = Planned { row, num_tokens: num_tokens as u32, num_prompt_logits, num_logprobs, is_sampled };
         self.note_filling(planned);
         self.pieces.push(planned);
-        if self.flows.is_fair {
+        if self.rules.counts_service {
             let num_new = self.rows.charge_up_to(row, (start + num_tokens) as u32);
             self.flows.charge(self.flow_of(row), u64::from(num_new));
         }

@@ -217,7 +217,9 @@ impl Request {
     }
 
     pub(super) fn count_preemption(&mut self) {
-        self.num_preemptions = self.num_preemptions.saturating_add(1).min(SHIELDED - 1).max(self.num_preemptions);
+        if !self.is_shielded() {
+            self.num_preemptions = (self.num_preemptions + 1).min(SHIELDED - 1);
+        }
     }
 
     /// It started because it was aged.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cbrs_core::policy::{Class, PolicyConfig, TenantLimits};
+use cbrs_core::policy::{Class, Fairness, PolicyConfig, TenantLimits};
 
 use crate::rig::{Rig, config, request};
 use crate::rng::Rng;
@@ -188,4 +188,23 @@ fn a_thousand_tenants_come_and_go() {
         rig.requests.retain(|_, known| known.end.is_none());
     }
     rig.drain();
+}
+
+/// Prompt tokens count when they are submitted, output tokens when they are generated, and both once; whether tenants share by weight or not.
+#[test]
+fn each_token_counts_once_against_the_rate() {
+    for fairness in [Fairness::Off, Fairness::Weighted] {
+        let limits = TenantLimits { tokens_per_min: Some(200.0), ..TenantLimits::default() };
+        let mut rig = Rig::fair(config(4, 256), |rules| {
+            rules.fairness = fairness;
+            rules.tenants.insert("a".into(), limits);
+        });
+        rig.submit(request(Class::Standard, "a", 1, 100), 50).expect("it is within the rate");
+        rig.drain();
+        // 100 and 50 are used, and a token comes back in 300 ms.
+        assert!(rig.now_ns < 600_000_000, "it took {} ns", rig.now_ns);
+        assert!(rig.submit(request(Class::Standard, "a", 2, 53), 1).is_none(), "{fairness:?}: less was counted");
+        assert!(rig.submit(request(Class::Standard, "a", 3, 49), 1).is_some(), "{fairness:?}: more was counted");
+        rig.drain();
+    }
 }
