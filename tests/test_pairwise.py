@@ -56,6 +56,11 @@ VALUES: dict[str, list[Any]] = {
     "truncate_prompt_tokens": [None, 2, -1],
     "tenant": [None, "somebody"],
     "cache_salt": [None, "salt"],
+    "priority": [None, "interactive", "batch"],
+    # So late that they never pass; what an earlier one does is tested elsewhere.
+    "ttft_deadline_ms": [None, 1e8],
+    "deadline_ms": [None, 1e8],
+    "target_itl_ms": [None, 0.5, 1e6],
     "output_kind": ["cumulative", "delta", "final_only"],
 }
 """Of every parameter: its default and values that matter."""
