@@ -19,6 +19,7 @@ The parts, chosen with --only:
   growth   the exponent of the step's time over the number of sequences
   context  64 sequences with short and with very long contexts
   waiting  64 sequences with few and with many requests waiting
+  tenants  steady decode and the mixed load with 1,000 tenants and 3 classes, to one of each
   pool     24 sequences in a small and in a huge pool with shuffled free lists (1 to 2 GB)
   submit   `submit` of 512 tokens
   prefix   the look-up of a cached prompt
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware import describe_run
-from scheduling import decode, memory, mixed, ratios, requests
+from scheduling import decode, memory, mixed, ratios, requests, tenants
 
 Measure = Callable[[argparse.Namespace], Iterator[tuple[str, Any]]]
 Checks = Callable[[Any], list[dict[str, object]]]
@@ -49,6 +50,7 @@ PARTS: dict[str, tuple[Measure, Checks]] = {
     "growth": (decode.measure_growth, decode.growth_checks),
     "context": (ratios.measure_context, ratios.context_checks),
     "waiting": (ratios.measure_waiting, ratios.waiting_checks),
+    "tenants": (tenants.measure_tenants, tenants.tenants_checks),
     "pool": (ratios.measure_pool, ratios.pool_checks),
     "submit": (requests.measure_submit, requests.submit_checks),
     "prefix": (requests.measure_prefix, requests.prefix_checks),
@@ -70,6 +72,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512, help="tokens, for steady and busy")
     parser.add_argument("--long-context", type=int, default=131_072, help="tokens, for context")
     parser.add_argument("--waiting", type=int, default=100_000)
+    parser.add_argument("--num-tenants", type=int, default=1000)
     parser.add_argument("--pool-blocks", type=int, default=10_000_000)
     parser.add_argument("--in-flight", type=int, default=1024, help="requests of the mixed load")
     parser.add_argument("--num-requests", type=int, default=1_000_000, help="for memory")

@@ -78,10 +78,23 @@ class Steady:
         self.scheduler.close()
 
 
+def nobody_in_particular(index: int) -> dict[str, str]:
+    """Whose the request of this number is: one tenant, one class."""
+    return {}
+
+
 def start(
-    scheduler: cbrs.Scheduler, num_seqs: int, num_steps: int, context: int, seed: int, phases: int
+    scheduler: cbrs.Scheduler,
+    num_seqs: int,
+    num_steps: int,
+    context: int,
+    seed: int,
+    phases: int,
+    whose: Callable[[int], dict[str, str]] = nobody_in_particular,
 ) -> Steady:
     """Brings `num_seqs` sequences to about `context` tokens; they can decode `num_steps` more.
+
+    `whose` has the tenant and the class of each by its number.
 
     Block boundaries are spread evenly over `phases` steps (16, or 1: all sequences take their
     blocks in the same step). Prompts that start earlier are shorter by the tokens that they
@@ -97,7 +110,7 @@ def start(
             length = max(1, context - groups_after) + index % phases
             prompt = random.integers(VOCAB_SIZE, size=length, dtype=np.int32)
             max_tokens = groups_after + NUM_WARM_UP_STEPS + num_steps + 2
-            scheduler.submit(prompt, max_tokens=max_tokens, ignore_eos=True)
+            scheduler.submit(prompt, max_tokens=max_tokens, ignore_eos=True, **whose(index))
         batch = scheduler.step(np.zeros(len(batch.sample_index), dtype=np.int32))
         assert batch.num_seqs == min(first + group, num_seqs), "a prompt waits"
     tokens = random.integers(VOCAB_SIZE, size=num_seqs, dtype=np.int32)
@@ -113,6 +126,7 @@ def steady(
     context: int = CONTEXT,
     seed: int = 0,
     phases: int = BLOCK_SIZE,
+    whose: Callable[[int], dict[str, str]] = nobody_in_particular,
     **limits: object,
 ) -> Steady:
     """A new scheduler in steady decode; `limits` add to its configuration or replace parts."""
@@ -124,4 +138,4 @@ def steady(
         "max_model_len": max_model_len,
     }
     scheduler = cbrs.Scheduler(config(**{**defaults, **limits}))
-    return start(scheduler, num_seqs, num_steps, context, seed, phases)
+    return start(scheduler, num_seqs, num_steps, context, seed, phases, whose)

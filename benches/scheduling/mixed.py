@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
 import cbrs
 
 from .arrays import check_that_all_are_fetched, fetch
-from .load import BLOCK_SIZE, VOCAB_SIZE, check, config, quiet_gc
+from .load import BLOCK_SIZE, VOCAB_SIZE, check, config, nobody_in_particular, quiet_gc
 
 NUM_IN_FLIGHT = 1024
 NUM_PROMPT_TOKENS = 512
@@ -32,7 +33,7 @@ def prompts(num_prompts: int, seed: int) -> np.ndarray:
     return result
 
 
-def mixed_config(num_in_flight: int) -> cbrs.SchedulerConfig:
+def mixed_config(num_in_flight: int, **policy: object) -> cbrs.SchedulerConfig:
     """Room for all requests in flight, with a tenth to spare."""
     max_model_len = NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS
     return config(
@@ -40,59 +41,100 @@ def mixed_config(num_in_flight: int) -> cbrs.SchedulerConfig:
         max_num_batched_tokens=TOKEN_BUDGET,
         num_blocks=num_in_flight * max_model_len // BLOCK_SIZE * 11 // 10,
         max_model_len=max_model_len,
+        **policy,
     )
 
 
-def run_mixed(num_in_flight: int, num_steps: int, seed: int) -> dict[str, float]:
-    """Runs the loop until it has turned over twice, then times `num_steps` of it.
+@dataclass
+class Turns:
+    """What some steps of the loop took, and what they brought."""
 
-    `submit_us` covers the submissions before a step, `step_us` the step with all arrays fetched.
+    submit_ns: list[int] = field(default_factory=list)
+    step_ns: list[int] = field(default_factory=list)
+    num_admitted: list[int] = field(default_factory=list)
+    num_output_tokens: int = 0
+    num_cached: int = 0
+
+    def us_per_output_token(self) -> float:
+        return (sum(self.submit_ns) + sum(self.step_ns)) / 1e3 / self.num_output_tokens
+
+
+class Mixed:
+    """The loop, turned over twice, so that requests of all ages are there.
+
+    `whose` has the tenant and the class of a request by its number.
     """
-    scheduler = cbrs.Scheduler(mixed_config(num_in_flight))
-    pool = list(prompts(max(NUM_PROMPTS, 4 * num_in_flight), seed))
-    tokens = np.random.default_rng(seed).integers(VOCAB_SIZE, size=TOKEN_BUDGET, dtype=np.int32)
-    submit, step, clock = scheduler.submit, scheduler.step, time.perf_counter_ns
-    batch = step()
-    check_that_all_are_fetched(batch)
-    to_submit, at = num_in_flight, 0
-    submit_ns, step_ns, num_output_tokens, num_admitted, num_cached = [], [], 0, [], 0
-    num_warm_up_steps = (
-        2 * NUM_OUTPUT_TOKENS + 2 * num_in_flight * NUM_PROMPT_TOKENS // TOKEN_BUDGET
-    )
-    with quiet_gc():
-        for index in range(num_warm_up_steps + num_steps):
-            chosen = [pool[(at + offset) % len(pool)] for offset in range(to_submit)]
-            result = tokens[: len(batch.sample_index)]
+
+    def __init__(
+        self,
+        num_in_flight: int,
+        seed: int,
+        whose: Callable[[int], dict[str, str]] = nobody_in_particular,
+        **policy: object,
+    ) -> None:
+        self.scheduler = cbrs.Scheduler(mixed_config(num_in_flight, **policy))
+        self.whose = whose
+        self.pool = list(prompts(max(NUM_PROMPTS, 4 * num_in_flight), seed))
+        random = np.random.default_rng(seed)
+        self.tokens = random.integers(VOCAB_SIZE, size=TOKEN_BUDGET, dtype=np.int32)
+        self.batch = self.scheduler.step()
+        check_that_all_are_fetched(self.batch)
+        self.to_submit, self.at = num_in_flight, 0
+        self.steps(2 * NUM_OUTPUT_TOKENS + 2 * num_in_flight * NUM_PROMPT_TOKENS // TOKEN_BUDGET)
+
+    def steps(self, num_steps: int) -> Turns:
+        """Runs so many steps; each is timed with all arrays fetched, and apart from it the
+        submissions before it.
+        """
+        submit, step, clock = self.scheduler.submit, self.scheduler.step, time.perf_counter_ns
+        turns = Turns()
+        for _ in range(num_steps):
+            numbers = range(self.at, self.at + self.to_submit)
+            chosen = [
+                (self.pool[number % len(self.pool)], self.whose(number)) for number in numbers
+            ]
+            result = self.tokens[: len(self.batch.sample_index)]
             started = clock()
-            for prompt in chosen:
-                submit(prompt, NUM_OUTPUT_TOKENS, ignore_eos=True)
+            for prompt, whose in chosen:
+                submit(prompt, NUM_OUTPUT_TOKENS, ignore_eos=True, **whose)
             submitted = clock()
             batch = step(result)
             fetch(batch)
             ended = clock()
-            at += to_submit
-            to_submit = int(np.count_nonzero(batch.outputs.finish_reasons))
-            if index >= num_warm_up_steps:
-                submit_ns.append(submitted - started)
-                step_ns.append(ended - submitted)
-                num_output_tokens += len(batch.outputs)
-                num_admitted.append(len(batch.outputs.started_request_ids))
-                num_cached += int(batch.outputs.started_num_cached_tokens.sum())
-    assert scheduler.stats()["num_preemptions"] == 0, "the pool was too small"
-    scheduler.close()
-    step_us = np.asarray(step_ns) / 1e3
+            self.at += self.to_submit
+            self.to_submit = int(np.count_nonzero(batch.outputs.finish_reasons))
+            self.batch = batch
+            turns.submit_ns.append(submitted - started)
+            turns.step_ns.append(ended - submitted)
+            turns.num_output_tokens += len(batch.outputs)
+            turns.num_admitted.append(len(batch.outputs.started_request_ids))
+            turns.num_cached += int(batch.outputs.started_num_cached_tokens.sum())
+        return turns
+
+    def close(self) -> None:
+        assert self.scheduler.stats()["num_preemptions"] == 0, "the pool was too small"
+        self.scheduler.close()
+
+
+def run_mixed(num_in_flight: int, num_steps: int, seed: int) -> dict[str, float]:
+    """Times `num_steps` of the loop."""
+    with quiet_gc():
+        load = Mixed(num_in_flight, seed)
+        turns = load.steps(num_steps)
+    load.close()
+    step_us = np.asarray(turns.step_ns) / 1e3
     median, p99, p999 = (float(value) for value in np.percentile(step_us, [50, 99, 99.9]))
-    total_us = (sum(submit_ns) + sum(step_ns)) / 1e3
+    num_started = max(1, sum(turns.num_admitted))
     return {
-        "us_per_output_token": round(total_us / num_output_tokens, 4),
-        "submit_us_per_request": round(sum(submit_ns) / 1e3 / max(1, sum(num_admitted)), 3),
+        "us_per_output_token": round(turns.us_per_output_token(), 4),
+        "submit_us_per_request": round(sum(turns.submit_ns) / 1e3 / num_started, 3),
         "step_median_us": round(median, 2),
         "step_p99_us": round(p99, 2),
         "step_p999_us": round(p999, 2),
-        "tokens_per_step": round(num_output_tokens / num_steps, 1),
-        "admitted_per_step": round(sum(num_admitted) / num_steps, 2),
-        "most_admitted_in_a_step": max(num_admitted),
-        "cached_tokens_per_request": round(num_cached / max(1, sum(num_admitted)), 1),
+        "tokens_per_step": round(turns.num_output_tokens / num_steps, 1),
+        "admitted_per_step": round(sum(turns.num_admitted) / num_steps, 2),
+        "most_admitted_in_a_step": max(turns.num_admitted),
+        "cached_tokens_per_request": round(turns.num_cached / num_started, 1),
     }
 
 

@@ -272,7 +272,7 @@ impl Scheduler {
                 (slot, request.root, &*known)
             }
         };
-        let Known { tokens, hashes } = known;
+        let Known { tokens, hashes, .. } = known;
         // Without a cache nothing is hashed, so nothing is found.
         let mut parent = Parent::Root(root);
         let blocks = hashes.iter().zip(tokens.chunks_exact(block_size));
@@ -380,7 +380,7 @@ impl Scheduler {
         self.rows.sampling.set(row, request);
         let num_cached_tokens = num_hits * block_size as u32;
         let flow = self.flows.of(request.id.slot());
-        let num_charged = sequence.num_charged_tokens.max(num_cached_tokens);
+        let num_charged = sequence.known().num_charged_tokens.max(num_cached_tokens);
         let num_shared = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) > 0).count() as u32;
         self.rows.enter_flow(row, flow, num_charged, num_shared);
         let entry = self.flows.get_mut(flow);
@@ -422,7 +422,7 @@ impl Scheduler {
 
     fn count_recomputed(&mut self, sequence: u32) {
         let num_hit_tokens = (self.hits.blocks.len() * self.config.block_size) as u32;
-        let num_lost_tokens = std::mem::take(&mut self.sequences[sequence].num_lost_tokens);
+        let num_lost_tokens = std::mem::take(&mut self.sequences[sequence].known_mut().num_lost_tokens);
         self.stats.num_recomputed_tokens += u64::from(num_lost_tokens.saturating_sub(num_hit_tokens));
     }
 

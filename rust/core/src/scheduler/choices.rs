@@ -46,8 +46,6 @@ impl Scheduler {
             order: Order::new(class, request.arrival, u32::from(request.num_started_choices)),
             known,
             row: NONE,
-            num_lost_tokens: 0,
-            num_charged_tokens: 0,
             next_sibling: NONE,
         });
         if request.is_started() {

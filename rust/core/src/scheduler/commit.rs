@@ -169,7 +169,7 @@ impl Scheduler {
         }
         let root = request.root;
         for column in filled {
-            let Known { tokens, hashes } = self.sequences[state.sequence].known();
+            let Known { tokens, hashes, .. } = self.sequences[state.sequence].known();
             let tokens = &tokens[column * block_size..][..block_size];
             let block = self.rows.tables.get(row, column as u32);
             if !state.may_publish {

@@ -42,7 +42,7 @@ impl Scheduler {
         let entry = Entry { id, arrival, seed, root, max_tokens, reservation, times, hashes };
         let request = Request::new(spec, entry);
         self.deadlines.add(request.next_deadline_ns(), id.slot());
-        self.requests[id.slot() as usize] = Some(Box::new(request));
+        self.requests.insert(request);
         self.flows.enter(id.slot(), arrival, self.deadline_key(id.slot()));
     }
 
@@ -76,7 +76,7 @@ impl Scheduler {
 
     /// The request with this id, if it is known here and still lives.
     pub(super) fn live(&self, id: RequestId) -> Option<&Request> {
-        self.requests.get(id.slot() as usize)?.as_deref().filter(|request| request.id == id)
+        self.requests.get(id.slot() as usize)?.as_ref().filter(|request| request.id == id)
     }
 
     /// Ends every accepted request as cancelled: the scheduler was closed.

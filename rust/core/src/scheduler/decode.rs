@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::Scheduler;
 use super::budget::Budget;
 use super::commit::Sample;
-use super::lanes::{HAS_STOP_IDS, IGNORES_EOS, IS_UNSAMPLED, Lane, NO_SLOT};
+use super::lanes::{HAS_EXTRAS, HAS_STOP_IDS, IGNORES_EOS, IS_UNSAMPLED, Lane, NO_SLOT};
 use super::sequence::Order;
 use crate::batch::StepResult;
 use crate::block::{BlockId, Parent, Published};
@@ -77,6 +77,7 @@ impl Scheduler {
         let token = sampled.unwrap_or_else(|| known[num_computed]);
         let mut flags = if sampled.is_some() { 0 } else { IS_UNSAMPLED };
         flags |= if request.ignore_eos { IGNORES_EOS } else { 0 };
+        flags |= if self.rows.sampling.extras_below[row as usize] == 0 { 0 } else { HAS_EXTRAS };
         flags |= if request.extras().stop_token_ids.is_empty() { 0 } else { HAS_STOP_IDS };
         let lane = Lane {
             rows: row as i32,
@@ -90,7 +91,6 @@ impl Scheduler {
             slots: slot,
             tail_ends: self.rows.tail_start(row) + offset as u32,
             quiet_steps: 0,
-            extras_below: i32::try_from(self.rows.sampling.extras_below[row as usize]).unwrap_or(i32::MAX),
             num_logprobs: request.extras().num_logprobs,
             flags,
         };
@@ -117,7 +117,7 @@ impl Scheduler {
 
     /// Steps until a lane is notable, from its next one on.
     fn quiet_steps(&self, lane: usize) -> i32 {
-        if self.lanes.flags[lane] & !IGNORES_EOS != 0 {
+        if self.lanes.flags[lane] & (HAS_STOP_IDS | IS_UNSAMPLED) != 0 {
             return 0;
         }
         let offset = self.lanes.tail_ends[lane] - self.rows.tail_start(self.lanes.rows[lane] as u32);

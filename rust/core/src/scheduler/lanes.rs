@@ -21,6 +21,8 @@ pub(super) const HAS_STOP_IDS: u8 = 1;
 pub(super) const IGNORES_EOS: u8 = 2;
 /// Nothing was sampled in this lane: its next token is the last of the prompt, or of what is computed again.
 pub(super) const IS_UNSAMPLED: u8 = 4;
+/// It has more sampling parameters than the scalar ones, or had some for its first tokens (`SamplingRows::extras_below`).
+pub(super) const HAS_EXTRAS: u8 = 8;
 
 macro_rules! lanes {
     ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
@@ -38,13 +40,15 @@ macro_rules! lanes {
             gaps: Vec<u32>,
             /// Tokens known to all that are not vacant.
             total_tokens: u64,
+            /// Lanes with `HAS_EXTRAS` that are not vacant.
+            num_with_extras: usize,
             /// Changes whenever a lane comes, goes or gets another number; never 0.
             version: u64,
         }
 
         impl Lanes {
             pub(super) fn new(max_num_seqs: usize) -> Self {
-                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs), total_tokens: 0, version: 1 }
+                Self { $($name: Vec::with_capacity(max_num_seqs),)* gaps: Vec::with_capacity(max_num_seqs), total_tokens: 0, num_with_extras: 0, version: 1 }
             }
 
             fn insert_at(&mut self, at: usize, lane: Lane) {
@@ -84,8 +88,6 @@ lanes! {
     tail_ends: u32,
     /// Steps until the lane is notable: its block full, its length reached. 0 = it is so in every step.
     quiet_steps: i32,
-    /// Output tokens below which it has more sampling parameters than the scalar ones (`SamplingRows::extras_below`).
-    extras_below: i32,
     /// Most likely ids that its request wants with each sample; -1 = nothing.
     num_logprobs: i8,
     /// `HAS_STOP_IDS` and so on.
@@ -110,6 +112,11 @@ impl Lanes {
     /// Tokens known to all lanes: what a step that runs them reads of the cache.
     pub(super) fn total_tokens(&self) -> u64 {
         self.total_tokens
+    }
+
+    /// Whether a lane has, or had, more sampling parameters than the scalar ones.
+    pub(super) fn have_extras(&self) -> bool {
+        self.num_with_extras > 0
     }
 
     pub(super) fn has_gaps(&self) -> bool {
@@ -142,6 +149,7 @@ impl Lanes {
             *gap += u32::from(*gap as usize >= at);
         }
         self.total_tokens += lane.num_tokens as u64;
+        self.num_with_extras += usize::from(lane.flags & HAS_EXTRAS != 0);
         self.insert_at(at, lane);
         self.version += 1;
         at
@@ -152,6 +160,7 @@ impl Lanes {
         debug_assert_ne!(self.rows[lane], VACANT, "a lane is vacated once");
         self.rows[lane] = VACANT;
         self.total_tokens -= self.num_tokens[lane] as u64;
+        self.num_with_extras -= usize::from(self.flags[lane] & HAS_EXTRAS != 0);
         self.gaps.push(lane as u32);
     }
 
@@ -259,7 +268,6 @@ mod tests {
             slots: 4,
             tail_ends: 4,
             quiet_steps: 4,
-            extras_below: 0,
             num_logprobs: -1,
             flags: 0,
         }

@@ -55,7 +55,7 @@ use filling::Filling;
 use flows::Flows;
 use lanes::Lanes;
 use prompt_logprobs::PromptLogits;
-use request::Request;
+use request::{Request, Requests};
 use rows::Rows;
 pub use rows::SamplingRows;
 use sequence::{Order, Sequences};
@@ -100,7 +100,7 @@ pub struct Scheduler {
     shared: Arc<Shared>,
     pool: BlockPool,
     /// Live requests by slot.
-    requests: Vec<Option<Box<Request>>>,
+    requests: Requests,
     /// Choices that have started and not ended.
     sequences: Sequences,
     rows: Rows,
@@ -208,7 +208,7 @@ impl Scheduler {
         let has_accounts = config.rules().counts_service() || config.rules().admission == Admission::Estimated;
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),
-            requests: std::iter::repeat_with(|| None).take(num_slots).collect(),
+            requests: Requests::new(num_slots),
             rows: Rows::new(config.max_num_seqs, config.max_blocks_per_seq(), config.block_size, has_accounts),
             lanes: Lanes::new(config.max_num_seqs),
             prefilling: [Vec::new(), Vec::with_capacity(config.max_num_seqs), Vec::new()],
@@ -544,10 +544,13 @@ fn check_memory(config: &SchedulerConfig) -> Result<()> {
     let table_entries = config.max_num_seqs.saturating_mul(config.max_blocks_per_seq());
     let tail_entries = config.max_num_seqs.saturating_mul(config.block_size);
     let cache_entries = config.num_blocks.saturating_mul(config.block_size);
+    let num_slots = config.queue_capacity.saturating_add(config.max_num_seqs);
+    let request_entries = num_slots.saturating_mul(size_of::<Option<Request>>() / size_of::<i32>());
     let tables = [
         ("the block tables (max_num_seqs x max_model_len / block_size)", table_entries),
         ("the last blocks of running sequences (max_num_seqs x block_size)", tail_entries),
         ("the token store of the prefix cache (num_blocks x block_size)", cache_entries),
+        ("the live requests (queue_capacity + max_num_seqs)", request_entries),
     ];
     // All at once, as they will be held; given back here, and made (and zeroed by the system) by their owners.
     let mut held = Vec::new();

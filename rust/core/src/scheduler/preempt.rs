@@ -116,11 +116,12 @@ impl Scheduler {
         self.release_row(row);
         let sequence = &mut self.sequences[state.sequence];
         sequence.row = NONE;
-        sequence.num_lost_tokens = num_lost_tokens;
-        sequence.num_charged_tokens = self.rows.num_charged_tokens(row);
         if let Some(known) = known {
             sequence.known = Some(Box::new(known));
         }
+        let known = sequence.known_mut();
+        known.num_lost_tokens = num_lost_tokens;
+        known.num_charged_tokens = self.rows.num_charged_tokens(row);
         let slot = sequence.request.slot();
         let order = sequence.order;
         self.flows.push_preempted(self.flows.of(slot), order, state.sequence);

@@ -1,6 +1,8 @@
 //! Requests as the scheduler keeps them while they live. Small: what few of them ask for stands apart, and the prompt goes with the last
 //! choice that starts.
 
+use std::ops::{Deref, DerefMut};
+
 use super::choices::Fork;
 use super::sequence::Known;
 use crate::block::{BlockId, NONE, RootId};
@@ -50,7 +52,40 @@ pub(super) struct Request {
     pub(super) class: Class,
 }
 
-const _: () = assert!(size_of::<Request>() <= 88, "a request is part of what a running sequence costs");
+const _: () = assert!(size_of::<Option<Request>>() <= 88, "a request is part of what a running sequence costs");
+
+/// Live requests by slot. The lowest slots are the first to be taken, so the table becomes as long as the most that ever lived at once.
+#[derive(Debug)]
+pub(super) struct Requests(Vec<Option<Request>>);
+
+impl Requests {
+    pub(super) fn new(num_slots: usize) -> Self {
+        Self(Vec::with_capacity(num_slots))
+    }
+
+    /// Puts a new request in its slot.
+    pub(super) fn insert(&mut self, request: Request) {
+        let slot = request.id.slot() as usize;
+        while self.0.len() <= slot {
+            self.0.push(None);
+        }
+        self.0[slot] = Some(request);
+    }
+}
+
+impl Deref for Requests {
+    type Target = [Option<Request>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl DerefMut for Requests {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
+}
 
 /// What few requests have: wishes besides the usual ones, or several choices.
 #[derive(Debug, PartialEq)]

@@ -316,13 +316,23 @@ impl SamplingRows {
         }
     }
 
+    /// Whether a row has more than temperature, `top_k`, `top_p` and `min_p` after so many output tokens.
+    pub(super) fn has_extras(&self, row: u32, num_output_tokens: u32) -> bool {
+        num_output_tokens < self.extras_below[row as usize]
+    }
+
     pub(super) fn set(&mut self, row: u32, request: &Request) {
-        let (row, extras) = (row as usize, request.extras());
-        self.temperature[row] = request.temperature;
-        self.top_k[row] = request.top_k;
-        self.top_p[row] = request.top_p;
-        self.min_p[row] = request.min_p;
+        let row = row as usize;
+        set(&mut self.temperature, row, request.temperature);
+        set(&mut self.top_k, row, request.top_k);
+        set(&mut self.top_p, row, request.top_p);
+        set(&mut self.min_p, row, request.min_p);
         self.seeds[row] = request.seed;
+        if request.extras.is_none() && self.extras_below[row] == 0 {
+            // As it was: nobody has asked for more.
+            return;
+        }
+        let extras = request.extras();
         self.presence_penalty[row] = extras.presence_penalty;
         self.frequency_penalty[row] = extras.frequency_penalty;
         self.repetition_penalty[row] = extras.repetition_penalty;
@@ -330,6 +340,13 @@ impl SamplingRows {
         self.num_logprobs[row] = i32::from(extras.num_logprobs);
         let is_always = request.has_tables() || extras.has_penalty || extras.num_logprobs >= 0;
         self.extras_below[row] = if is_always { u32::MAX } else { extras.min_tokens };
+    }
+}
+
+/// Sets a value that most often is the one that stands there: what is not written stays out of memory.
+fn set<T: PartialEq>(values: &mut [T], row: usize, value: T) {
+    if values[row] != value {
+        values[row] = value;
     }
 }
 

@@ -50,11 +50,20 @@ pub(super) struct Known {
     pub(super) tokens: Box<[i32]>,
     /// Chained hash of each leading full block, as far as it was needed.
     pub(super) hashes: Box<[u64]>,
+    /// Computed tokens lost to a preemption and not yet computed again.
+    pub(super) num_lost_tokens: u32,
+    /// Leading tokens that were charged to the tenant before a preemption.
+    pub(super) num_charged_tokens: u32,
 }
 
 impl Known {
     pub(super) fn new(tokens: Vec<i32>, hashes: Vec<u64>) -> Self {
-        Self { tokens: tokens.into_boxed_slice(), hashes: hashes.into_boxed_slice() }
+        Self {
+            tokens: tokens.into_boxed_slice(),
+            hashes: hashes.into_boxed_slice(),
+            num_lost_tokens: 0,
+            num_charged_tokens: 0,
+        }
     }
 
     /// Knows the hash of each of the first `num_blocks` blocks, all of them full, of a prefix that begins at `root_hash`.
@@ -81,27 +90,17 @@ pub(super) struct Sequence {
     pub(super) known: Option<Box<Known>>,
     /// `NONE` = it was preempted and waits.
     pub(super) row: u32,
-    /// Computed tokens lost to a preemption and not yet computed again.
-    pub(super) num_lost_tokens: u32,
-    /// Leading tokens that were charged to its tenant before it was preempted.
-    pub(super) num_charged_tokens: u32,
-    /// The next choice of the request that has started and not ended, or `NONE`.
+    /// The next choice of the request that has started and not ended, or `NONE`. Of an absent sequence: the next absent one.
     pub(super) next_sibling: u32,
 }
 
-const _: () = assert!(size_of::<Sequence>() <= 40, "a sequence is part of what a running one costs");
+const _: () = assert!(size_of::<Sequence>() <= 32, "a sequence is part of what a running one costs");
 
 impl Sequence {
     /// What stands at a number that no sequence has.
-    const ABSENT: Self = Self {
-        request: RequestId::NONE,
-        order: Order(0),
-        known: None,
-        row: NONE,
-        num_lost_tokens: 0,
-        num_charged_tokens: 0,
-        next_sibling: NONE,
-    };
+    const fn absent(next: u32) -> Self {
+        Self { request: RequestId::NONE, order: Order(0), known: None, row: NONE, next_sibling: next }
+    }
 
     pub(super) fn is_running(&self) -> bool {
         self.row != NONE
@@ -121,39 +120,45 @@ impl Sequence {
 #[derive(Debug)]
 pub(super) struct Sequences {
     entries: Vec<Sequence>,
-    free: Vec<u32>,
+    /// An absent one, or `NONE`.
+    first_free: u32,
     max_len: usize,
 }
 
 impl Sequences {
     /// Room for as many sequences as there are rows; more can be made, up to `MAX_PER_ROW` for each.
     pub(super) fn new(max_num_seqs: usize) -> Self {
+        let num_seqs = max_num_seqs as u32;
+        let link = |index| if index < num_seqs { index } else { NONE };
         Self {
-            entries: std::iter::repeat_with(|| Sequence::ABSENT).take(max_num_seqs).collect(),
-            free: (0..max_num_seqs as u32).rev().collect(),
+            entries: (1..=num_seqs).map(|next| Sequence::absent(link(next))).collect(),
+            first_free: link(0),
             max_len: max_num_seqs * MAX_PER_ROW,
         }
     }
 
     /// Whether no further choice may start.
     pub(super) fn is_full(&self) -> bool {
-        self.free.is_empty() && self.entries.len() >= self.max_len
+        self.first_free == NONE && self.entries.len() >= self.max_len
     }
 
     pub(super) fn insert(&mut self, sequence: Sequence) -> u32 {
         assert!(!self.is_full(), "the caller has seen room for a sequence");
-        if let Some(index) = self.free.pop() {
-            self.entries[index as usize] = sequence;
-            return index;
+        let index = self.first_free;
+        if index == NONE {
+            self.entries.push(sequence);
+            return self.entries.len() as u32 - 1;
         }
-        self.entries.push(sequence);
-        self.entries.len() as u32 - 1
+        let absent = std::mem::replace(&mut self.entries[index as usize], sequence);
+        self.first_free = absent.next_sibling;
+        index
     }
 
     pub(super) fn remove(&mut self, index: u32) -> Sequence {
-        let sequence = std::mem::replace(&mut self.entries[index as usize], Sequence::ABSENT);
+        let absent = Sequence::absent(self.first_free);
+        let sequence = std::mem::replace(&mut self.entries[index as usize], absent);
         assert_ne!(sequence.request, RequestId::NONE, "a sequence ends once");
-        self.free.push(index);
+        self.first_free = index;
         sequence
     }
 

@@ -68,8 +68,9 @@ impl Scheduler {
         batch.sample_positions.extend(counts.map(|(num_tokens, num_prompt)| num_tokens - num_prompt));
         batch.max_query_len = 1;
         batch.max_seq_len = lanes.num_tokens.iter().fold(0, |longest, &count| longest.max(count)) as usize;
-        let counts = batch.sample_positions.iter().zip(&lanes.extras_below);
-        batch.has_sampling_extras = counts.fold(0, |has, (count, below)| has | u8::from(count < below)) != 0;
+        let has_extras = |(&count, &row): (&i32, &i32)| self.rows.sampling.has_extras(row as u32, count as u32);
+        batch.has_sampling_extras =
+            lanes.have_extras() && batch.sample_positions.iter().zip(&lanes.rows).any(has_extras);
     }
 
     fn write_lane(&mut self, lane: usize) {
@@ -92,7 +93,7 @@ impl Scheduler {
         batch.sample_choices.push(lanes.choice_ids[lane]);
         batch.max_query_len = 1;
         batch.max_seq_len = batch.max_seq_len.max(lanes.num_tokens[lane] as usize);
-        batch.has_sampling_extras |= num_output_tokens < lanes.extras_below[lane];
+        batch.has_sampling_extras |= self.rows.sampling.has_extras(lanes.rows[lane] as u32, num_output_tokens as u32);
     }
 
     fn write_sequence(&mut self, planned: Planned) {
@@ -127,7 +128,7 @@ impl Scheduler {
             let num_output_tokens = end - num_prompt_tokens;
             batch.sample_positions.push(num_output_tokens as i32);
             batch.sample_choices.push(choice);
-            batch.has_sampling_extras |= num_output_tokens < self.rows.sampling.extras_below[planned.row as usize];
+            batch.has_sampling_extras |= self.rows.sampling.has_extras(planned.row, num_output_tokens);
         }
     }
 }
