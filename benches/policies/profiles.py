@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 NUM_ROWS = 64
@@ -28,6 +29,12 @@ class Profile:
     def step_ms(self, num_tokens: float, num_kv_tokens: float) -> float:
         """Milliseconds of a step."""
         return self.fixed_ms + self.per_token_ms * num_tokens + self.per_kv_token_ms * num_kv_tokens
+
+    def full_step_ms(self, num_prompts: int, context: int) -> float:
+        """A step of full rows, `context` tokens each, that also computes some prompts; rounded up
+        to 5 ms."""
+        num_tokens = NUM_ROWS + num_prompts * NUM_PROMPT_TOKENS
+        return 5.0 * math.ceil(self.step_ms(num_tokens, NUM_ROWS * context) / 5)
 
 
 PROFILES = {

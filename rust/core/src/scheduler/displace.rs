@@ -67,7 +67,8 @@ impl Scheduler {
         }
         let owed_since_ns = *self.aging.owed_since_ns.get_or_insert(now_ns);
         if self.rows.num_free() == 0 {
-            return 0;
+            // The next row that somebody gives up is its own. Until then others can start only by displacing, which takes nothing from it.
+            return NONE_BLOCKED;
         }
         if self.try_admit(waiter).is_ok() {
             if preempted.is_none() {
