@@ -70,10 +70,17 @@ def bytes_with_seqs(num_seqs: int) -> tuple[int, int]:
     def prompts(number: int, num_tokens: int) -> np.ndarray:
         return random.integers(VOCAB_SIZE, size=(number, num_tokens), dtype=np.int32)
 
-    # Prompts that fill the budget: the arrays of both buffer sets are in memory from here on.
-    full = NUM_SEQUENCE_TOKENS - 1
-    for _ in range(2):
-        run_all(scheduler, prompts(token_budget // full, full), 1, num_seqs + 1)
+    # Prompts that fill the budget, for either buffer set: its arrays about tokens are in memory from
+    # here on. A decode between them has the sets change places.
+    full, filled = NUM_SEQUENCE_TOKENS - 2, set()
+    for max_tokens in (2, 1):
+        for prompt in prompts(token_budget // full, full):
+            scheduler.submit(prompt, max_tokens=max_tokens, ignore_eos=True)
+        batch = scheduler.step()
+        filled.add(batch.token_ids.__array_interface__["data"][0])
+        while batch.num_seqs:
+            batch = scheduler.step(np.zeros(len(batch.sample_index), dtype=np.int32))
+    assert len(filled) == 2, "one buffer set was filled twice"
     short_prompts, tokens = prompts(most_seqs, NUM_SEQUENCE_PROMPT_TOKENS), prompts(1, most_seqs)[0]
     batch = scheduler.step()
     # As many at a time as the smaller number: what requests take that wait is no part of it.

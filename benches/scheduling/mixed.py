@@ -58,6 +58,9 @@ class Turns:
     def us_per_output_token(self) -> float:
         return (sum(self.submit_ns) + sum(self.step_ns)) / 1e3 / self.num_output_tokens
 
+    def step_us_per_output_token(self) -> float:
+        return sum(self.step_ns) / 1e3 / self.num_output_tokens
+
 
 class Mixed:
     """The loop, turned over twice, so that requests of all ages are there.

@@ -1,8 +1,8 @@
 """What tenants and classes cost: the same loads with many of them, and with one of each.
 
 Steady decode has the policy `fair` on one side, its sequences spread over all tenants and classes,
-and `fcfs` on the other. Where tenants are more than sequences, each of the others has one request
-that waits for a row, in the lowest class, so that nobody is displaced and the load stays steady.
+and `fcfs` on the other. Of every tenant one more request waits for a row, in the lowest class, so
+that nobody is displaced and the load stays steady.
 The sides take turns, as in `ratios.py`; here the arrays are fetched as well.
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from .arrays import fetch
 from .load import BLOCK_SIZE, VOCAB_SIZE, Steady, check, quiet_gc, steady
-from .mixed import NUM_HEADS, Mixed
+from .mixed import NUM_HEADS, NUM_OUTPUT_TOKENS, Mixed, Turns
 
 CLASSES = ("interactive", "standard", "batch")
 # Steady decode with one sequence has one tenant: there is nothing to compare.
 MIN_NUM_SEQS = 64
 STRETCH = 20
-MIXED_STRETCH = 100
+# As many steps as a request has outputs: crowded and quiet steps are in each.
+MIXED_STRETCH = NUM_OUTPUT_TOKENS
 
 
 def spread(num_tenants: int) -> Callable[[int], dict[str, str]]:
@@ -35,22 +36,23 @@ def spread(num_tenants: int) -> Callable[[int], dict[str, str]]:
 
 
 def with_tenants(num_seqs: int, num_steps: int, num_tenants: int, seed: int) -> Steady:
-    """Steady decode of many tenants, all of which run or wait."""
+    """Steady decode of many tenants, a request of each of which waits."""
     load = steady(
         num_seqs,
         num_steps,
         seed=seed,
         whose=spread(num_tenants),
         policy="fair",
-        queue_capacity=num_seqs + num_tenants,
+        queue_capacity=2 * (num_seqs + num_tenants),
     )
     random = np.random.default_rng(seed)
-    for tenant in range(num_seqs, num_tenants):
+    for tenant in range(num_tenants):
         prompt = random.integers(VOCAB_SIZE, size=BLOCK_SIZE, dtype=np.int32)
         load.scheduler.submit(prompt, max_tokens=1, tenant=f"tenant-{tenant}", priority=CLASSES[-1])
     load.steps(STRETCH)
-    num_waiting = load.scheduler.stats()["num_waiting"]
-    assert num_waiting == max(0, num_tenants - num_seqs), "not all of the others wait"
+    stats = load.scheduler.stats()
+    assert stats["num_waiting"] == num_tenants, "not all of them wait"
+    assert stats["num_preemptions"] == 0, "somebody was displaced"
     return load
 
 
@@ -85,49 +87,49 @@ def compare_steady(num_seqs: int, options: argparse.Namespace) -> dict[str, obje
     return {
         "ratio": round(statistics.median(ratios), 4),
         "median_us": [round(statistics.median(side), 3) for side in medians],
-        "num_waiting": max(0, options.num_tenants - num_seqs),
+        "num_waiting": options.num_tenants,
     }
 
 
 def compare_mixed(options: argparse.Namespace) -> dict[str, object]:
-    """Time per output token, submissions included, and of the steps alone.
+    """Time per output token, submissions included and of the steps alone.
 
     A tenant keeps its head, so that both sides find as much in the cache: what a tenant has
     computed is not for others.
     """
     # A multiple of the number of heads: prompts have them in turn.
     num_tenants = -(-options.num_tenants // NUM_HEADS) * NUM_HEADS
-    num_stretches = max(2, 10 * options.num_steps // MIXED_STRETCH)
-    ratios: list[float] = []
-    step_ratios: list[float] = []
-    us_per_token: tuple[list[float], list[float]] = ([], [])
     with quiet_gc():
         sides = (
             Mixed(options.in_flight, options.seed),
             Mixed(options.in_flight, options.seed, spread(num_tenants), policy="fair"),
         )
-        num_cached, num_started = [0, 0], [0, 0]
-        for turn in range(num_stretches):
-            stretch, step_us = [0.0, 0.0], [0.0, 0.0]
+        turns: tuple[list[Turns], list[Turns]] = ([], [])
+        for turn in range(max(2, 10 * options.num_steps // MIXED_STRETCH)):
             for side in (0, 1) if turn % 2 == 0 else (1, 0):
-                turns = sides[side].steps(MIXED_STRETCH)
-                stretch[side] = turns.us_per_output_token()
-                step_us[side] = statistics.median(turns.step_ns)
-                us_per_token[side].append(stretch[side])
-                num_cached[side] += turns.num_cached
-                num_started[side] += sum(turns.num_admitted)
-            ratios.append(stretch[1] / stretch[0])
-            step_ratios.append(step_us[1] / step_us[0])
+                turns[side].append(sides[side].steps(MIXED_STRETCH))
     for load in sides:
         load.close()
+
+    def cost(measure: Callable[[Turns], float]) -> tuple[float, list[float]]:
+        """Median ratio of neighbouring stretches, and the medians of both sides."""
+        one, many = ([measure(stretch) for stretch in side] for side in turns)
+        ratios = [figure[1] / figure[0] for figure in zip(one, many, strict=True)]
+        medians = [round(statistics.median(side), 4) for side in (one, many)]
+        return round(statistics.median(ratios), 4), medians
+
+    ratio, us = cost(lambda stretch: stretch.us_per_output_token())
+    step_ratio, step_us = cost(lambda stretch: stretch.step_us_per_output_token())
     return {
-        "ratio": round(statistics.median(ratios), 4),
-        "step_ratio": round(statistics.median(step_ratios), 4),
-        "us_per_output_token": [round(statistics.median(side), 4) for side in us_per_token],
+        "ratio": ratio,
+        "us_per_output_token": us,
+        "step_ratio": step_ratio,
+        "step_us_per_output_token": step_us,
         "num_tenants": num_tenants,
         "cached_tokens_per_request": [
-            round(cached / max(1, started), 1)
-            for cached, started in zip(num_cached, num_started, strict=True)
+            round(sum(stretch.num_cached for stretch in side) / num_started, 1)
+            for side in turns
+            if (num_started := sum(sum(stretch.num_admitted) for stretch in side))
         ],
     }
 
@@ -140,4 +142,7 @@ def tenants_checks(results: dict[str, dict[str, float]]) -> list[dict[str, objec
         if isinstance(figures, dict):
             name = "mixed load" if load == "mixed" else f"steady decode, {load} sequences"
             checks.append(check(f"{name}, {named}", figures["ratio"], "ratio", 1.5))
+            if "step_ratio" in figures:
+                steps = f"{name}, steps alone, {named}"
+                checks.append(check(steps, figures["step_ratio"], "ratio", 1.5))
     return checks

@@ -383,9 +383,7 @@ impl Scheduler {
         let num_charged = sequence.known().num_charged_tokens.max(num_cached_tokens);
         let num_shared = self.hits.blocks.iter().filter(|&&block| self.pool.ref_count(block) > 0).count() as u32;
         self.rows.enter_flow(row, flow, num_charged, num_shared);
-        let entry = self.flows.get_mut(flow);
-        entry.num_running += 1;
-        self.num_running_of[entry.class as usize] += 1;
+        self.num_running_of[self.flows.count_start(flow) as usize] += 1;
         row
     }
 

@@ -27,6 +27,13 @@ pub(super) struct Aging {
     owed_since_ns: Option<u64>,
 }
 
+/// What `Scheduler::most_held` has found, and when.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct MostHeld {
+    num_changes: u64,
+    num_besides_one: f64,
+}
+
 /// Tenants of a class for which a plan looks for somebody to displace, at most: planning is bounded.
 const MAX_LOOKS: usize = 8;
 /// No class is kept from starting.
@@ -123,6 +130,9 @@ impl Scheduler {
                 break;
             }
             let Some(turn) = self.flows.peek(class) else { break };
+            if !self.has_candidates(class) {
+                break;
+            }
             let waiter = self.first_waiter(turn.flow).filter(|&waiter| self.may_start(turn.flow, waiter, is_paused));
             let row = waiter.and_then(|waiter| self.start_by_displacing(class, turn.flow, waiter));
             match row {
@@ -134,6 +144,32 @@ impl Scheduler {
         self.parked = parked;
     }
 
+    /// Whether anybody who runs could give way to a waiter of a class: one of a lower class, or of a tenant that has several.
+    fn has_candidates(&mut self, class: Class) -> bool {
+        self.has_lower(class) || self.flows.is_fair && self.most_held(class) > 0.0
+    }
+
+    fn has_lower(&self, class: Class) -> bool {
+        self.num_running_of[class as usize + 1..].iter().any(|&num_running| num_running > 0)
+    }
+
+    /// Most sequences that a tenant of a class has running besides one, for its weight. Looked for only when somebody came or went.
+    fn most_held(&mut self, class: Class) -> f64 {
+        let num_changes = self.flows.num_running_changes;
+        let known = self.most_held[class as usize];
+        if known.num_changes == num_changes {
+            return known.num_besides_one;
+        }
+        let decoding = (0..self.lanes.len()).filter_map(|lane| self.lanes.row(lane));
+        let prefilling = self.prefilling.iter().flatten().copied().filter(|&row| self.rows.get(row).is_prefilling());
+        let flows = decoding.chain(prefilling).map(|row| self.flows.get(self.flow_of(row)));
+        let of_class = flows.filter(|flow| flow.class == class);
+        let num_besides_one =
+            of_class.fold(0.0_f64, |most, flow| most.max((f64::from(flow.num_running) - 1.0) / flow.weight));
+        self.most_held[class as usize] = MostHeld { num_changes, num_besides_one };
+        num_besides_one
+    }
+
     fn start_by_displacing(&mut self, class: Class, flow: u32, waiter: Waiter) -> Option<u32> {
         let has_displaced = self.displace_lower(class, waiter) || self.displace_tenant(flow, waiter);
         if has_displaced && self.rows.num_free() > 0 { self.try_admit(waiter).ok() } else { None }
@@ -142,6 +178,9 @@ impl Scheduler {
     /// Makes room for a waiter at the cost of lower classes, if that is what it takes; returns whether it did.
     fn displace_lower(&mut self, class: Class, waiter: Waiter) -> bool {
         let is_lower = |this: &Self, row| this.order(row).class() > class;
+        if !self.has_lower(class) {
+            return false;
+        }
         self.find_hits(waiter);
         let needs = self.needs(waiter);
         let shortage = self.shortage(needs);
@@ -234,13 +273,7 @@ impl Scheduler {
             return false;
         }
         // Whoever holds one sequence keeps it.
-        let class = self.flows.get(flow).class;
-        let is_several = |row: u32| self.flows.get(self.flow_of(row)).num_running > 1;
-        if self.no_tenant_to_displace[class as usize] == self.step_id {
-            return false;
-        }
-        if !self.running_newest_first().any(|row| self.order(row).class() == class && is_several(row)) {
-            self.no_tenant_to_displace[class as usize] = self.step_id;
+        if self.most_held(self.flows.get(flow).class) <= 0.0 {
             return false;
         }
         let Some(victim) = self.pick_of_tenant(flow, waiter) else { return false };
@@ -268,6 +301,9 @@ impl Scheduler {
         let wanted = holdings(self, flow) + needed;
         // A share is at least one sequence.
         if wanted > (share * total).ceil() && self.flows.get(flow).num_running > 0 {
+            return None;
+        }
+        if is_row_scarce && self.most_held(class) < wanted / weight {
             return None;
         }
         let first = self.first_running()?;

@@ -5,6 +5,9 @@ use crate::policy::lengths::LengthHistory;
 use crate::policy::peak::{Candidate, PeakEstimate};
 use crate::policy::{Admission, Class};
 
+/// The square of the estimate's standard deviations, by four, rounded up.
+const MAX_EXCESS: usize = 3;
+
 /// What a sequence that wants to start needs besides the cached blocks that were found for it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Needs {
@@ -62,10 +65,20 @@ impl Scheduler {
             Admission::Guaranteed => needs.num_new + self.rows.num_growth() + needs.num_growth,
             Admission::Estimated => {
                 let at_once = self.rows.num_growing() + usize::from(needs.num_growth > 0);
-                needs.num_new + self.estimate_growth(needs).max(at_once)
+                let growth = if self.is_ample(needs, available) { 0 } else { self.estimate_growth(needs) };
+                needs.num_new + growth.max(at_once)
             }
         };
         required.saturating_sub(available)
+    }
+
+    /// Whether the estimate, whatever the lengths, cannot ask for more than `available`: then it need not be made.
+    ///
+    /// With z standard deviations of safety it is at most z²/4 of the largest sequence above all that may ever come, since the less
+    /// likely a sequence is to run on, the less it counts. A token more than the blocks hold is up to a block for each sequence.
+    fn is_ample(&self, needs: Needs, available: usize) -> bool {
+        let all = needs.num_new + self.rows.num_growth() + needs.num_growth + self.num_running() + 1;
+        all + MAX_EXCESS * self.config.max_blocks_per_seq() <= available
     }
 
     /// Blocks that all that runs, and a newcomer, will take at their peak besides those they hold when it has started.

@@ -46,7 +46,7 @@ pub(super) struct Flow {
     pub(super) waiting: List,
     /// Requests with a deadline that have not started.
     pub(super) by_deadline: BTreeSet<DeadlineKey>,
-    /// Its sequences that have a row.
+    /// Its sequences that have a row; changed by `count_start` and `count_stop`.
     pub(super) num_running: u32,
     /// Bound on that.
     pub(super) max_running: u32,
@@ -132,6 +132,8 @@ pub(super) struct Flows {
     /// Weights of the flows of each class that have live requests.
     pub(super) active_weights: [f64; 3],
     next_activation: u64,
+    /// Sequences of any flow that got a row or lost it so far.
+    pub(super) num_running_changes: u64,
     pub(super) is_fair: bool,
     pub(super) tickets: Vec<Ticket>,
     pub(super) slot_links: Links,
@@ -154,6 +156,7 @@ impl Flows {
             idle: BTreeSet::new(),
             active_weights: [0.0; 3],
             next_activation: 0,
+            num_running_changes: 0,
             is_fair: policy.fairness == Fairness::Weighted,
             tickets: table_of(Ticket::default(), num_slots),
             slot_links: Links::new(num_slots),
@@ -253,6 +256,22 @@ impl Flows {
             self.entries[flow as usize].is_free = true;
             self.free.push(flow);
         }
+    }
+
+    /// A sequence of the flow has got a row; returns the class.
+    pub(super) fn count_start(&mut self, flow: u32) -> Class {
+        self.num_running_changes += 1;
+        let entry = &mut self.entries[flow as usize];
+        entry.num_running += 1;
+        entry.class
+    }
+
+    /// A sequence of the flow has lost its row; returns the class.
+    pub(super) fn count_stop(&mut self, flow: u32) -> Class {
+        self.num_running_changes += 1;
+        let entry = &mut self.entries[flow as usize];
+        entry.num_running -= 1;
+        entry.class
     }
 
     /// Something has just been added to what waits of the flow: it has a place among those of its class.

@@ -49,7 +49,7 @@ use admit::PassedBy;
 use budget::Pace;
 use deadlines::Deadlines;
 use decode::PlannedLanes;
-use displace::Aging;
+use displace::{Aging, MostHeld};
 use estimate::Growth;
 use filling::Filling;
 use flows::Flows;
@@ -122,8 +122,8 @@ pub struct Scheduler {
     reserved_flow: Option<u32>,
     /// Step in which a sequence was last displaced.
     displaced_in_step: u64,
-    /// Steps in which nobody of a class could be displaced for a tenant.
-    no_tenant_to_displace: [u64; 3],
+    /// By class, what its largest tenant holds.
+    most_held: [MostHeld; 3],
     /// Requests that hold blocks for choices that have not started.
     num_pinning: usize,
     /// Running sequences by class.
@@ -221,7 +221,7 @@ impl Scheduler {
             aging: Aging::default(),
             reserved_flow: None,
             displaced_in_step: 0,
-            no_tenant_to_displace: [0; 3],
+            most_held: [MostHeld::default(); 3],
             num_pinning: 0,
             num_running_of: [0; 3],
             num_shielded: 0,

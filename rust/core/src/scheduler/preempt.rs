@@ -168,9 +168,7 @@ impl Scheduler {
         } else {
             self.prefilling_has_gaps = true;
         }
-        let entry = self.flows.get_mut(flow);
-        entry.num_running -= 1;
-        self.num_running_of[entry.class as usize] -= 1;
+        self.num_running_of[self.flows.count_stop(flow) as usize] -= 1;
         self.growth.forget_plan();
         self.rows.release(row);
     }

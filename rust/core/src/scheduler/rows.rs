@@ -62,6 +62,16 @@ impl Row {
     }
 }
 
+/// What the policy counts of a running sequence.
+#[derive(Debug, Clone, Copy, Default)]
+struct Account {
+    flow: u32,
+    /// Leading tokens that were charged.
+    num_charged: u32,
+    /// Blocks found that others held when it was admitted.
+    num_shared: u32,
+}
+
 /// All rows with their block tables and sampling parameters, as the runner sees them.
 #[derive(Debug)]
 pub(crate) struct Rows {
@@ -75,11 +85,8 @@ pub(crate) struct Rows {
     block_size: usize,
     /// Blocks that the sequences in rows may need besides those they hold.
     num_growth: usize,
-    /// Flow of each sequence, tokens that were charged to it, and blocks found that others held when it was admitted. Empty if the policy
-    /// needs none of it.
-    flows: Vec<u32>,
-    num_charged: Vec<u32>,
-    num_shared: Vec<u32>,
+    /// Empty if the policy needs none of it.
+    accounts: Vec<Account>,
     pub(crate) sampling: SamplingRows,
     freed: Vec<i32>,
 }
@@ -94,9 +101,7 @@ impl Rows {
             tails: zeroed_table(max_num_seqs * block_size),
             block_size,
             num_growth: 0,
-            flows: table_of(0, num_counted),
-            num_charged: table_of(0, num_counted),
-            num_shared: table_of(0, num_counted),
+            accounts: table_of(Account::default(), num_counted),
             tables: BlockTables { ids: zeroed_table(max_num_seqs * max_blocks), max_blocks },
             sampling: SamplingRows::new(max_num_seqs),
             freed: Vec::with_capacity(max_num_seqs),
@@ -127,26 +132,24 @@ impl Rows {
 
     /// Notes whose the sequence in a row is, and that its first `num_charged` tokens need not be charged.
     pub(crate) fn enter_flow(&mut self, row: u32, flow: u32, num_charged: u32, num_shared: u32) {
-        if !self.flows.is_empty() {
-            self.flows[row as usize] = flow;
-            self.num_charged[row as usize] = num_charged;
-            self.num_shared[row as usize] = num_shared;
+        if let Some(account) = self.accounts.get_mut(row as usize) {
+            *account = Account { flow, num_charged, num_shared };
         }
     }
 
     /// Flow of the row's sequence, if the policy counts service.
     pub(crate) fn flow(&self, row: u32) -> Option<u32> {
-        self.flows.get(row as usize).copied()
+        self.accounts.get(row as usize).map(|account| account.flow)
     }
 
     /// Leading tokens of the row's last sequence that were charged.
     pub(crate) fn num_charged_tokens(&self, row: u32) -> u32 {
-        self.num_charged.get(row as usize).copied().unwrap_or(0)
+        self.accounts.get(row as usize).map_or(0, |account| account.num_charged)
     }
 
     /// Charges the tokens below `end`; returns how many of them were not yet.
     pub(crate) fn charge_up_to(&mut self, row: u32, end: u32) -> u32 {
-        let num_charged = &mut self.num_charged[row as usize];
+        let num_charged = &mut self.accounts[row as usize].num_charged;
         let num_new = end.saturating_sub(*num_charged);
         *num_charged += num_new;
         num_new
@@ -154,7 +157,7 @@ impl Rows {
 
     /// Blocks that a row's sequence gives back when it ends, as far as it can be told: those it did not find with others.
     pub(crate) fn num_own_blocks(&self, row: u32) -> u32 {
-        self.states[row as usize].num_blocks.saturating_sub(self.num_shared[row as usize])
+        self.states[row as usize].num_blocks.saturating_sub(self.accounts[row as usize].num_shared)
     }
 
     /// Gives the lowest free row to a sequence.
