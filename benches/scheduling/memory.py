@@ -20,7 +20,9 @@ import cbrs
 
 from .load import BLOCK_SIZE, VOCAB_SIZE, check, config
 
-NUM_SEQS = (2048, 18_432)
+NUM_SEQS = (8192, 45_056)
+# Requests that are submitted at a time.
+GROUP = 4096
 NUM_SEQUENCE_TOKENS = 64
 # So few that no sequence fills its first block while the others are submitted.
 NUM_SEQUENCE_PROMPT_TOKENS = 2
@@ -70,8 +72,8 @@ def bytes_with_seqs(num_seqs: int) -> tuple[int, int]:
     def prompts(number: int, num_tokens: int) -> np.ndarray:
         return random.integers(VOCAB_SIZE, size=(number, num_tokens), dtype=np.int32)
 
-    # Prompts that fill the budget, for either buffer set: its arrays about tokens are in memory from
-    # here on. A decode between them has the sets change places.
+    # Prompts that fill the budget, for either buffer set: its arrays about tokens are in memory
+    # from here on. A decode between them has the sets change places.
     full, filled = NUM_SEQUENCE_TOKENS - 2, set()
     for max_tokens in (2, 1):
         for prompt in prompts(token_budget // full, full):
@@ -82,9 +84,13 @@ def bytes_with_seqs(num_seqs: int) -> tuple[int, int]:
             batch = scheduler.step(np.zeros(len(batch.sample_index), dtype=np.int32))
     assert len(filled) == 2, "one buffer set was filled twice"
     short_prompts, tokens = prompts(most_seqs, NUM_SEQUENCE_PROMPT_TOKENS), prompts(1, most_seqs)[0]
-    batch = scheduler.step()
-    # As many at a time as the smaller number: what requests take that wait is no part of it.
-    group = min(NUM_SEQS)
+    # What requests take that wait is no part of it: no more of them wait at a time than half of the
+    # smaller number, and what such groups leave behind in the allocator is there from here on.
+    group = min(GROUP, max(1, num_seqs // 2))
+    for _ in range(3):
+        for prompt in short_prompts[:group]:
+            scheduler.submit(prompt, max_tokens=1, ignore_eos=True)
+        batch = scheduler.step(tokens[: len(batch.sample_index)])
     for first in range(0, num_seqs, group):
         for prompt in short_prompts[first : min(first + group, num_seqs)]:
             scheduler.submit(prompt, max_tokens=NUM_SEQUENCE_TOKENS // 2, ignore_eos=True)

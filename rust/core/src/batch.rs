@@ -351,7 +351,7 @@ impl StepOutput {
         self.started_num_cached_tokens.clear();
     }
 
-    pub(crate) fn push_end(&mut self, request: RequestId, choice: i32, finish: FinishReason, detail: Option<Arc<str>>) {
+    pub(crate) fn push_end(&mut self, request: RequestId, choice: u8, finish: FinishReason, detail: Option<Arc<str>>) {
         if let Some(text) = detail {
             self.details.push((self.request_ids.len() as u32, text));
         }
@@ -360,9 +360,9 @@ impl StepOutput {
     }
 
     /// Adds an event for each of these tokens, none of them the last of its choice.
-    pub(crate) fn push_tokens(&mut self, request_ids: &[u64], choice_ids: &[i32], tokens: &[i32]) {
+    pub(crate) fn push_tokens(&mut self, request_ids: &[u64], choice_ids: &[u8], tokens: &[i32]) {
         self.request_ids.extend_from_slice(request_ids);
-        self.choice_ids.extend_from_slice(choice_ids);
+        self.choice_ids.extend(choice_ids.iter().map(|&choice| i32::from(choice)));
         self.token_ids.extend_from_slice(tokens);
         self.finish_reasons.resize(self.finish_reasons.len() + tokens.len(), 0);
         self.stop_ids.resize(self.stop_ids.len() + tokens.len(), -1);

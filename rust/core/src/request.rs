@@ -16,9 +16,6 @@ use crate::sampling::{SamplingSpec, check_bad_words, check_count, check_logit_bi
 pub struct RequestId(u64);
 
 impl RequestId {
-    /// Never given out.
-    pub(crate) const NONE: Self = Self(0);
-
     /// Builds the id of `generation` in `slot`.
     pub fn new(generation: u32, slot: u32) -> Self {
         Self(u64::from(generation) << 32 | u64::from(slot))

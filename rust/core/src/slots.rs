@@ -1,9 +1,9 @@
 //! `SlotTable`: who is alive. A fixed table of request slots; an id names a slot and the generation that lives in it.
 //!
 //! ```text
-//! slot.state  u64   generation << 32 | cancelled << 1 | live
-//! slot.next   u32   the free slot below this one, or NONE; meaningful while this slot is free
-//! free        u64   tag << 32 | topmost free slot, or NONE
+//! states[slot]  u64   generation << 32 | cancelled << 1 | live
+//! next[slot]    u32   the free slot below this one, or NONE; meaningful while this slot is free
+//! free          u64   tag << 32 | topmost free slot, or NONE
 //! ```
 //!
 //! Generation and flags share one word, so "is it still that request" and "was it not cancelled before" are one
@@ -24,12 +24,6 @@ const CANCELLED: u64 = 2;
 /// "No slot" in `next` and `free`.
 const NONE: u32 = u32::MAX;
 
-#[derive(Debug)]
-struct Slot {
-    state: AtomicU64,
-    next: AtomicU32,
-}
-
 /// Fixed table of request slots; all methods may be called from any thread.
 ///
 /// ```
@@ -44,9 +38,10 @@ struct Slot {
 #[derive(Debug)]
 pub struct SlotTable {
     free: CachePadded<AtomicU64>,
-    /// Not beside `slots`, which every thread reads.
+    /// Not beside `states`, which every thread reads.
     num_free: CachePadded<AtomicUsize>,
-    slots: Box<[Slot]>,
+    states: Box<[AtomicU64]>,
+    next: Box<[AtomicU32]>,
 }
 
 impl SlotTable {
@@ -58,11 +53,11 @@ impl SlotTable {
         assert!(num_slots < NONE as usize, "{num_slots} request slots, but at most {} are possible", NONE - 1);
         let end = num_slots as u32;
         let link = |index| if index < end { index } else { NONE };
-        let slot = |index| Slot { state: AtomicU64::new(1 << 32), next: AtomicU32::new(link(index + 1)) };
         Self {
             free: CachePadded::new(AtomicU64::new(u64::from(link(0)))),
             num_free: CachePadded::new(AtomicUsize::new(num_slots)),
-            slots: (0..end).map(slot).collect(),
+            states: (0..end).map(|_| AtomicU64::new(1 << 32)).collect(),
+            next: (1..=end).map(|next| AtomicU32::new(link(next))).collect(),
         }
     }
 
@@ -77,7 +72,7 @@ impl SlotTable {
                 return None;
             }
             // Relaxed: if another thread takes the slot meanwhile, this may be stale, and the exchange fails by the tag.
-            let below = self.slots[index as usize].next.load(Ordering::Relaxed);
+            let below = self.next[index as usize].load(Ordering::Relaxed);
             let tag = (free >> 32).wrapping_add(1);
             let rest = tag << 32 | u64::from(below);
             // Relaxed on success: it hands out nothing, and as an exchange it keeps earlier releases visible.
@@ -87,7 +82,7 @@ impl SlotTable {
             }
         };
         self.num_free.fetch_sub(1, Ordering::Relaxed);
-        let state = &self.slots[index as usize].state;
+        let state = &self.states[index as usize];
         // Relaxed: the slot is ours, and who gets the id gets it from us, after this store. A cancel with a stale or
         // invented id changes nothing while the live bit is unset.
         let generation = (state.load(Ordering::Relaxed) >> 32) as u32;
@@ -97,20 +92,20 @@ impl SlotTable {
 
     /// Whether `id` names a request that has not been released.
     pub fn is_live(&self, id: RequestId) -> bool {
-        self.slots
+        self.states
             .get(id.slot() as usize)
-            .is_some_and(|slot| slot.state.load(Ordering::Relaxed) & !CANCELLED == live_state(id.generation()))
+            .is_some_and(|state| state.load(Ordering::Relaxed) & !CANCELLED == live_state(id.generation()))
     }
 
     /// Marks `id` as cancelled; true only for the first call while it lives. Any number may be given as id.
     pub fn request_cancel(&self, id: RequestId) -> bool {
-        let Some(slot) = self.slots.get(id.slot() as usize) else {
+        let Some(state) = self.states.get(id.slot() as usize) else {
             return false;
         };
         let live = live_state(id.generation());
         // One attempt is enough: another generation, a free slot, and a cancel before this one all mean "no", and none
         // of them can turn back. Relaxed: the flag only elects the one who reports the cancel; the report carries itself.
-        slot.state.compare_exchange(live, live | CANCELLED, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        state.compare_exchange(live, live | CANCELLED, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
     /// Ends the life of `id` and gives its slot back.
@@ -119,15 +114,16 @@ impl SlotTable {
     /// If `id` is not live: someone released it twice, or invented it.
     pub fn release(&self, id: RequestId) {
         let index = id.slot();
-        let slot = self.slots.get(index as usize).unwrap_or_else(|| panic!("{id:?} is outside the request table"));
+        let slot_state =
+            self.states.get(index as usize).unwrap_or_else(|| panic!("{id:?} is outside the request table"));
         let generation = id.generation();
         let next_generation = if generation == u32::MAX { 1 } else { generation + 1 };
-        let mut state = slot.state.load(Ordering::Relaxed);
+        let mut state = slot_state.load(Ordering::Relaxed);
         loop {
             assert!(state & !CANCELLED == live_state(generation), "{id:?} was released, but is not live");
             let dead = u64::from(next_generation) << 32;
             // Relaxed: the free list publishes the word. Fails at most once in earnest, for a cancel that came between.
-            match slot.state.compare_exchange_weak(state, dead, Ordering::Relaxed, Ordering::Relaxed) {
+            match slot_state.compare_exchange_weak(state, dead, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => break,
                 Err(current) => state = current,
             }
@@ -136,7 +132,7 @@ impl SlotTable {
         self.num_free.fetch_add(1, Ordering::Relaxed);
         let mut free = self.free.load(Ordering::Relaxed);
         loop {
-            slot.next.store(free as u32, Ordering::Relaxed);
+            self.next[index as usize].store(free as u32, Ordering::Relaxed);
             let with_slot = free & !u64::from(u32::MAX) | u64::from(index);
             // Release: pairs with the Acquire in `acquire`; whoever takes the slot sees its state and `next`.
             match self.free.compare_exchange_weak(free, with_slot, Ordering::Release, Ordering::Relaxed) {
@@ -153,7 +149,7 @@ impl SlotTable {
 
     /// Number of slots.
     pub fn capacity(&self) -> usize {
-        self.slots.len()
+        self.states.len()
     }
 }
 
@@ -169,7 +165,7 @@ mod tests {
     #[test]
     fn the_generation_after_the_last_is_one() {
         let table = SlotTable::new(1);
-        table.slots[0].state.store(u64::from(u32::MAX) << 32, Ordering::Relaxed);
+        table.states[0].store(u64::from(u32::MAX) << 32, Ordering::Relaxed);
         let last = table.acquire().expect("one slot is free");
         assert_eq!(last.generation(), u32::MAX);
         table.release(last);

@@ -28,7 +28,7 @@ impl Waiter {
     /// Slot of its request.
     pub(super) fn slot(self, sequences: &Sequences) -> u32 {
         match self {
-            Self::Preempted { sequence } => sequences[sequence].request.slot(),
+            Self::Preempted { sequence } => sequences[sequence].slot,
             Self::Choice { slot } => slot,
         }
     }
@@ -231,7 +231,7 @@ impl Scheduler {
         let (num_tokens, request) = match waiter {
             Waiter::Preempted { sequence } => {
                 let sequence = &self.sequences[sequence];
-                (sequence.known().tokens.len(), self.request(sequence.request.slot()))
+                (sequence.known().tokens.len(), self.request(sequence.slot))
             }
             Waiter::Choice { slot } => (self.request(slot).prompt().tokens.len(), self.request(slot)),
         };
@@ -262,7 +262,7 @@ impl Scheduler {
             }
             Waiter::Preempted { sequence } => {
                 let sequence = &mut self.sequences[sequence];
-                let slot = sequence.request.slot();
+                let slot = sequence.slot;
                 let request = self.requests[slot as usize].as_ref().expect("a sequence has a request");
                 let known = sequence.known_mut();
                 if self.config.enable_prefix_caching {
@@ -319,7 +319,7 @@ impl Scheduler {
             row.may_publish
                 && num_computed < block.end
                 && num_computed + num_tokens > block.start
-                && self.request(other.request.slot()).root == root
+                && self.request(other.slot).root == root
                 && other.known().hashes.get(index) == prompt.hashes.get(index)
                 // Equal hashes are no proof: the whole prefix has to be the same, or the block could not be shared.
                 && other.known().tokens.get(..block.end) == prompt.tokens.get(..block.end)
@@ -337,8 +337,8 @@ impl Scheduler {
     fn start(&mut self, waiter: Waiter, num_new: usize) -> u32 {
         let sequence = match waiter {
             Waiter::Preempted { sequence } => {
-                let Sequence { request, order, .. } = self.sequences[sequence];
-                self.flows.remove_preempted(self.flows.of(request.slot()), order, sequence);
+                let Sequence { slot, order, .. } = self.sequences[sequence];
+                self.flows.remove_preempted(self.flows.of(slot), order, sequence);
                 sequence
             }
             Waiter::Choice { slot } => {
@@ -352,7 +352,7 @@ impl Scheduler {
         self.introduce_row(sequence, row);
         self.count_recomputed(sequence);
         self.note_growth(row);
-        let slot = self.sequences[sequence].request.slot();
+        let slot = self.sequences[sequence].slot;
         if self.request(slot).num_unstarted_choices() == 0 {
             self.unpin(slot);
         }
@@ -363,7 +363,7 @@ impl Scheduler {
         let num_hits = self.hits.blocks.len() as u32;
         let block_size = self.config.block_size;
         let sequence = &mut self.sequences[index];
-        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let request = self.requests[sequence.slot as usize].as_ref().expect("a sequence has a request");
         let row = self.rows.acquire(Row {
             sequence: index,
             num_computed_tokens: num_hits * block_size as u32,
@@ -390,7 +390,7 @@ impl Scheduler {
     /// Tells the sampler what it has to know of the sequence in a new row.
     fn introduce_row(&mut self, sequence: u32, row: u32) {
         let sequence = &self.sequences[sequence];
-        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let request = self.requests[sequence.slot as usize].as_ref().expect("a sequence has a request");
         let batch = &mut self.batches[self.current];
         batch.new_rows.push(row as i32);
         batch.new_row_tables.push(request.new_row(&sequence.known().tokens, &self.config.eos_token_ids));

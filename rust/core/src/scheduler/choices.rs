@@ -42,11 +42,10 @@ impl Scheduler {
         let (is_last, was_started) = (request.num_unstarted_choices() == 1, request.is_started());
         let known = if is_last { request.prompt.take() } else { request.prompt.clone() };
         let sequence = self.sequences.insert(Sequence {
-            request: request.id,
+            slot,
             order: Order::new(class, request.arrival, u32::from(request.num_started_choices)),
             known,
             row: NONE,
-            next_sibling: NONE,
         });
         if request.is_started() {
             self.num_unstarted_choices -= 1;
@@ -59,7 +58,7 @@ impl Scheduler {
         }
         match self.sequences.siblings(request.first_sequence).last() {
             None => request.first_sequence = sequence,
-            Some(last) => self.sequences[last].next_sibling = sequence,
+            Some(last) => self.sequences.set_next_sibling(last, sequence),
         }
         match was_started {
             true if !request.is_waiting() => self.flows.remove_started(slot),
@@ -72,7 +71,7 @@ impl Scheduler {
     /// The prompt is computed: pins its full blocks and lets the other choices start.
     pub(super) fn fork(&mut self, row: u32) {
         let state = self.rows.get(row);
-        let slot = self.sequences[state.sequence].request.slot();
+        let slot = self.sequences[state.sequence].slot;
         let num_pins = (self.num_prompt_tokens(row) as usize - 1) / self.config.block_size;
         self.rows.get_mut(row).is_forked_from = false;
         let request = self.requests[slot as usize].as_mut().expect("a running row has a request");
@@ -156,20 +155,20 @@ impl Scheduler {
     fn end_unstarted(&mut self, id: RequestId, choices: Range<u32>, reason: FinishReason, detail: Option<&Arc<str>>) {
         for choice in choices {
             self.push_end(id, choice, reason, detail);
-            self.forget_choice(id, reason);
+            self.forget_choice(id.slot(), reason);
         }
     }
 
     /// Ends one choice with an event that brings no token.
     pub(super) fn end_sequence(&mut self, sequence: u32, reason: FinishReason, detail: Option<&Arc<str>>) {
-        let Sequence { request, order, .. } = self.sequences[sequence];
-        self.push_end(request, order.choice(), reason, detail);
+        let Sequence { slot, order, .. } = self.sequences[sequence];
+        self.push_end(self.request(slot).id, order.choice(), reason, detail);
         self.forget_sequence(sequence, reason);
     }
 
     /// Ends the choice with an error, and with it those that have not started and wait for its prompt.
     pub(super) fn fail_sequence(&mut self, sequence: u32, message: &Arc<str>) {
-        let id = self.sequences[sequence].request;
+        let id = self.request(self.sequences[sequence].slot).id;
         let is_waited_for = self.request(id.slot()).fork() == (Fork::UnderWay { sequence });
         let waiting = if is_waited_for { self.withdraw_unstarted(id.slot()) } else { 0..0 };
         self.make_room_for_events(1 + waiting.len());
@@ -179,7 +178,7 @@ impl Scheduler {
 
     fn push_end(&mut self, id: RequestId, choice: u32, reason: FinishReason, detail: Option<&Arc<str>>) {
         self.make_room_for_events(1);
-        self.pending.push_end(id, choice as i32, reason, detail.cloned());
+        self.pending.push_end(id, choice as u8, reason, detail.cloned());
     }
 
     /// No further choice of the request will start; returns those that have not.
@@ -208,53 +207,55 @@ impl Scheduler {
     pub(super) fn forget_sequence(&mut self, sequence: u32, reason: FinishReason) {
         match self.sequences[sequence].row {
             NONE => {
-                let Sequence { request, order, .. } = self.sequences[sequence];
-                self.flows.remove_preempted(self.flows.of(request.slot()), order, sequence);
+                let Sequence { slot, order, .. } = self.sequences[sequence];
+                self.flows.remove_preempted(self.flows.of(slot), order, sequence);
             }
             row => self.release_row(row),
         }
-        let Sequence { request: id, next_sibling, .. } = self.sequences.remove(sequence);
-        let request = self.requests[id.slot() as usize].as_mut().expect("a sequence has a request");
+        let next_sibling = self.sequences.next_sibling(sequence);
+        self.sequences.set_next_sibling(sequence, NONE);
+        let slot = self.sequences.remove(sequence).slot;
+        let request = self.requests[slot as usize].as_mut().expect("a sequence has a request");
         if request.first_sequence == sequence {
             request.first_sequence = next_sibling;
         } else {
             let mut siblings = self.sequences.siblings(request.first_sequence);
-            let previous = siblings.find(|&other| self.sequences[other].next_sibling == sequence);
+            let previous = siblings.find(|&other| self.sequences.next_sibling(other) == sequence);
             drop(siblings);
-            self.sequences[previous.expect("a sequence is among its siblings")].next_sibling = next_sibling;
+            self.sequences.set_next_sibling(previous.expect("a sequence is among its siblings"), next_sibling);
         }
         if request.fork() == (Fork::UnderWay { sequence }) {
             request.set_fork(Fork::Absent);
             if request.is_waiting() {
-                self.enter_waiting(id.slot());
+                self.enter_waiting(slot);
             }
         }
-        self.forget_choice(id, reason);
+        self.forget_choice(slot, reason);
     }
 
     /// Counts the end of a choice; the last one takes its request with it.
-    fn forget_choice(&mut self, id: RequestId, reason: FinishReason) {
+    fn forget_choice(&mut self, slot: u32, reason: FinishReason) {
         *match reason {
             FinishReason::Stop => &mut self.stats.num_stop_requests,
             FinishReason::Length => &mut self.stats.num_length_requests,
             FinishReason::Cancelled => &mut self.stats.num_cancelled_requests,
             FinishReason::Error => &mut self.stats.num_error_requests,
         } += 1;
-        let request = self.request_mut(id.slot());
+        let request = self.request_mut(slot);
         request.num_live_choices -= 1;
         if request.num_live_choices > 0 {
             return;
         }
-        let request = self.requests[id.slot() as usize].take().expect("only a live request ends");
-        self.deadlines.remove(request.next_deadline_ns(), id.slot());
+        let request = self.requests[slot as usize].take().expect("only a live request ends");
+        self.deadlines.remove(request.next_deadline_ns(), slot);
         self.num_shielded -= usize::from(request.is_shielded());
-        self.flows.leave(self.flows.of(id.slot()));
+        self.flows.leave(self.flows.of(slot));
         if !request.is_started() {
             self.shared.gate.release(&request.reservation());
         }
         self.shared.gate.leave(request.tenant);
         self.pool.roots().release(request.root);
-        self.shared.slots.release(id);
+        self.shared.slots.release(request.id);
     }
 }
 

@@ -158,7 +158,7 @@ impl Scheduler {
         let state = *self.rows.get(row);
         let filled = num_computed_before as usize / block_size..state.num_computed_tokens as usize / block_size;
         let sequence = &mut self.sequences[state.sequence];
-        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let request = self.requests[sequence.slot as usize].as_ref().expect("a sequence has a request");
         if state.may_publish {
             sequence.known_mut().hash_blocks(
                 self.pool.root_hash(request.root),

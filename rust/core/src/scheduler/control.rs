@@ -68,7 +68,7 @@ impl Scheduler {
     }
 
     fn finish_early(&mut self, sequence: u32, num_tokens: u32, stop_reason: Option<&Arc<str>>) {
-        let slot = self.sequences[sequence].request.slot();
+        let slot = self.sequences[sequence].slot;
         let num_output_tokens = self.num_tokens(sequence) - self.request(slot).num_prompt_tokens;
         self.stats.num_output_tokens -= u64::from(num_output_tokens.saturating_sub(num_tokens));
         self.end_sequence(sequence, FinishReason::Stop, stop_reason);

@@ -65,7 +65,7 @@ impl Scheduler {
     pub(super) fn enter_lane(&mut self, row: u32, sampled: Option<i32>) -> usize {
         let state = *self.rows.get(row);
         let sequence = &self.sequences[state.sequence];
-        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let request = self.requests[sequence.slot as usize].as_ref().expect("a sequence has a request");
         let known = &sequence.known().tokens;
         let (num_computed, block_size) = (state.num_computed_tokens as usize, self.config.block_size);
         debug_assert_eq!(known.len() + usize::from(sampled.is_some()), num_computed + 1);
@@ -83,7 +83,7 @@ impl Scheduler {
             rows: row as i32,
             orders: sequence.order,
             request_ids: request.id.as_u64(),
-            choice_ids: sequence.order.choice() as i32,
+            choice_ids: sequence.order.choice() as u8,
             tokens: token,
             num_tokens: num_computed as i32 + 1,
             num_prompt_tokens: request.num_prompt_tokens as i32,
@@ -381,7 +381,7 @@ impl Scheduler {
         }
         if flags & HAS_STOP_IDS != 0 {
             let sequence = self.rows.get(self.lanes.rows[lane] as u32).sequence;
-            let request = self.request(self.sequences[sequence].request.slot());
+            let request = self.request(self.sequences[sequence].slot);
             if request.extras().stop_token_ids.contains(&token) {
                 return Some((FinishReason::Stop, token));
             }
@@ -399,7 +399,7 @@ impl Scheduler {
             return;
         }
         let parent = match column {
-            0 => Parent::Root(self.request(self.sequences[state.sequence].request.slot()).root),
+            0 => Parent::Root(self.request(self.sequences[state.sequence].slot).root),
             _ => Parent::Block(self.rows.tables.get(row, column - 1)),
         };
         self.rows.get_mut(row).last_hash = hash;

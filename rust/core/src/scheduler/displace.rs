@@ -253,7 +253,7 @@ impl Scheduler {
     }
 
     fn may_be_displaced(&self, row: u32) -> bool {
-        let request = self.request(self.sequences[self.rows.get(row).sequence].request.slot());
+        let request = self.request(self.sequences[self.rows.get(row).sequence].slot);
         request.num_preemptions() < self.rules.max_preemptions
     }
 

@@ -121,7 +121,7 @@ impl Scheduler {
 
     fn add_prefilling(&mut self, row: u32, class: Class) {
         let sequence = &self.sequences[self.rows.get(row).sequence];
-        let request = self.request(sequence.request.slot());
+        let request = self.request(sequence.slot);
         let num_tokens = sequence.known().tokens.len() as u32;
         let (num_generated, num_left) = (num_tokens - request.num_prompt_tokens, request.max_num_tokens - num_tokens);
         self.add_running(row, class, num_generated, num_left);

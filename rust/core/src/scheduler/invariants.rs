@@ -91,7 +91,7 @@ impl Scheduler {
         for sequence in self.sequences.siblings(request.first_sequence) {
             let num_tokens = self.num_tokens(sequence);
             let sequence = &self.sequences[sequence];
-            assert_eq!(sequence.request, id, "a choice of {:?} is listed under {id:?}", sequence.request);
+            assert_eq!(sequence.slot, id.slot(), "a choice of another request is listed under {id:?}");
             assert!(last < Some(sequence.order), "the choices of {id:?} are out of order");
             assert!(sequence.order.choice() < u32::from(request.num_started_choices));
             assert!(num_tokens < request.max_num_tokens, "{id:?} should have ended");
@@ -143,7 +143,7 @@ impl Scheduler {
             let row = lanes.rows[lane] as u32;
             let state = self.rows.get(row);
             let sequence = &self.sequences[state.sequence];
-            let id = sequence.request;
+            let id = self.request(sequence.slot).id;
             assert!(state.is_decoding, "{id:?} has a lane and does not know it");
             assert_eq!((lanes.orders[lane], lanes.request_ids[lane]), (sequence.order, id.as_u64()));
             let num_tokens = lanes.num_tokens[lane] as usize;
@@ -173,7 +173,7 @@ impl Scheduler {
         for (row, num_tokens, num_computed) in self.running() {
             let state = self.rows.get(row);
             let sequence = &self.sequences[state.sequence];
-            let id = sequence.request;
+            let id = self.request(sequence.slot).id;
             assert!(owners.insert(state.sequence, row).is_none(), "a choice of {id:?} runs twice");
             assert_eq!(sequence.row, row, "{id:?}: row and sequence disagree");
             if let Some(known) = &sequence.known {
@@ -202,7 +202,7 @@ impl Scheduler {
         for (flow, entry) in self.flows.iter() {
             for &(order, index) in &entry.preempted {
                 assert_eq!(self.sequences[index].order, order, "a preempted sequence stands elsewhere");
-                assert_eq!(self.flows.of(self.sequences[index].request.slot()), flow);
+                assert_eq!(self.flows.of(self.sequences[index].slot), flow);
                 listed.push(index);
             }
             let num_running = self.running().filter(|&(row, ..)| self.flow_of(row) == flow).count();
@@ -240,7 +240,7 @@ impl Scheduler {
         for (row, _, num_computed) in self.running() {
             let state = self.rows.get(row);
             let sequence = &self.sequences[state.sequence];
-            let id = sequence.request;
+            let id = self.request(sequence.slot).id;
             let block_size = self.config.block_size;
             let mut parent = Parent::Root(self.request(id.slot()).root);
             for (column, &entry) in self.rows.blocks(row).iter().enumerate() {
@@ -288,7 +288,7 @@ impl Scheduler {
             let Some(row) = lanes.row(lane) else { continue };
             assert_eq!((batch.row_ids[index], batch.sample_rows[index]), (row as i32, row as i32));
             assert_eq!(batch.request_ids[index], lanes.request_ids[lane]);
-            let choice = lanes.choice_ids[lane];
+            let choice = i32::from(lanes.choice_ids[lane]);
             assert_eq!((batch.choice_ids[index], batch.sample_choices[index]), (choice, choice));
             let index = index as i32;
             assert_eq!(

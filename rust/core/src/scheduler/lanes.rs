@@ -74,7 +74,7 @@ lanes! {
     /// Its request.
     request_ids: u64,
     /// Its number within the request.
-    choice_ids: i32,
+    choice_ids: u8,
     /// The last known token: the one to run next.
     tokens: i32,
     /// Tokens known, the next to run included.

@@ -352,7 +352,7 @@ impl Scheduler {
     /// The request whose sequence has this row now, to look at.
     pub fn request_in_row(&self, row: u32) -> Option<u64> {
         let sequence = self.rows.get(row).sequence;
-        (sequence != NONE).then(|| self.sequences[sequence].request.as_u64())
+        (sequence != NONE).then(|| self.request(self.sequences[sequence].slot).id.as_u64())
     }
 
     /// Sampling parameters by row.
@@ -455,12 +455,12 @@ impl Scheduler {
     }
 
     fn num_prompt_tokens(&self, row: u32) -> u32 {
-        self.request(self.sequences[self.rows.get(row).sequence].request.slot()).num_prompt_tokens
+        self.request(self.sequences[self.rows.get(row).sequence].slot).num_prompt_tokens
     }
 
     /// Flow of a running sequence.
     fn flow_of(&self, row: u32) -> u32 {
-        let of_slot = || self.flows.of(self.sequences[self.rows.get(row).sequence].request.slot());
+        let of_slot = || self.flows.of(self.sequences[self.rows.get(row).sequence].slot);
         self.rows.flow(row).unwrap_or_else(of_slot)
     }
 
@@ -539,6 +539,9 @@ impl Drop for Scheduler {
     }
 }
 
+/// Tables from this size on are asked for before they are made.
+const MIN_CHECKED_BYTES: usize = 64 << 20;
+
 /// Refuses limits whose tables the machine cannot give: an allocation that fails later would end the process.
 fn check_memory(config: &SchedulerConfig) -> Result<()> {
     let table_entries = config.max_num_seqs.saturating_mul(config.max_blocks_per_seq());
@@ -556,6 +559,11 @@ fn check_memory(config: &SchedulerConfig) -> Result<()> {
     let mut held = Vec::new();
     for (what, num_entries) in tables {
         let mut memory: Vec<i32> = Vec::new();
+        // Smaller ones any machine gives. And glibc takes what is given back as a sign that memory of such sizes comes and goes: tables would
+        // then lie in used memory, which has to be cleared, instead of new pages that come with their first use.
+        if num_entries < MIN_CHECKED_BYTES / size_of::<i32>() {
+            continue;
+        }
         if memory.try_reserve_exact(num_entries).is_err() {
             let bytes = num_entries.saturating_mul(size_of::<i32>());
             return Err(Error::OutOfMemory { what, bytes });

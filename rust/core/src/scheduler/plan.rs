@@ -220,7 +220,7 @@ impl Scheduler {
         for class in [Class::Standard, Class::Batch] {
             for index in 0..self.prefilling[class as usize].len() {
                 let row = self.prefilling[class as usize][index];
-                let slot = self.sequences[self.rows.get(row).sequence].request.slot();
+                let slot = self.sequences[self.rows.get(row).sequence].slot;
                 if left == 0 || !self.request(slot).is_shielded() {
                     continue;
                 }
@@ -270,7 +270,7 @@ impl Scheduler {
         if self.rows.sampling.extras_below[row as usize] < u32::MAX {
             return -1;
         }
-        self.request(self.sequences[sequence].request.slot()).extras().num_logprobs
+        self.request(self.sequences[sequence].slot).extras().num_logprobs
     }
 }
 

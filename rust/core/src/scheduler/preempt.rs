@@ -122,7 +122,7 @@ impl Scheduler {
         let known = sequence.known_mut();
         known.num_lost_tokens = num_lost_tokens;
         known.num_charged_tokens = self.rows.num_charged_tokens(row);
-        let slot = sequence.request.slot();
+        let slot = sequence.slot;
         let order = sequence.order;
         self.flows.push_preempted(self.flows.of(slot), order, state.sequence);
         self.request_mut(slot).count_preemption();
@@ -178,7 +178,7 @@ impl Scheduler {
         let num_new = self.rows.charge_up_to(row, num_tokens);
         self.flows.charge(self.flow_of(row), OUTPUT_COST * u64::from(num_new));
         if self.rules.limits_token_rates {
-            let request = self.request(self.sequences[self.rows.get(row).sequence].request.slot());
+            let request = self.request(self.sequences[self.rows.get(row).sequence].slot);
             self.shared.gate.charge_output(request.tenant, u64::from(num_new), self.now_ns);
         }
     }

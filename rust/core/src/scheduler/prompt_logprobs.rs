@@ -30,7 +30,7 @@ impl Scheduler {
         if !state.wants_prompt_logits {
             return (num_tokens, 0);
         }
-        let request = self.request(self.sequences[state.sequence].request.slot());
+        let request = self.request(self.sequences[state.sequence].slot);
         let extras = request.extras();
         let (start, num_told) = (state.num_computed_tokens as usize, extras.num_told_prompt_logprobs as usize);
         // The last token's logits are those of the first output token.
@@ -51,7 +51,7 @@ impl Scheduler {
     pub(super) fn write_prompt_logits(&mut self, planned: Planned) {
         let row = self.rows.get(planned.row);
         let sequence = &self.sequences[row.sequence];
-        let request = self.requests[sequence.request.slot() as usize].as_ref().expect("a sequence has a request");
+        let request = self.requests[sequence.slot as usize].as_ref().expect("a sequence has a request");
         let extras = request.extras();
         let batch = &mut self.batches[self.current];
         let first_token = batch.token_ids.len() - planned.num_tokens as usize;
@@ -68,7 +68,7 @@ impl Scheduler {
     /// Tells what `matrix` says from `first_row` on about the prompt of a planned sequence.
     pub(super) fn tell_prompt_logprobs(&mut self, planned: Planned, first_row: usize, matrix: &LogprobMatrix<'_>) {
         let row = self.rows.get_mut(planned.row);
-        let slot = self.sequences[row.sequence].request.slot();
+        let slot = self.sequences[row.sequence].slot;
         let request = self.requests[slot as usize].as_mut().expect("a sequence has a request");
         for offset in 0..usize::from(planned.num_prompt_logits) {
             let position = request.tell_prompt_position();

@@ -12,7 +12,7 @@ use std::ops::{Index, IndexMut};
 use crate::block::NONE;
 use crate::hash::PrefixHasher;
 use crate::policy::Class;
-use crate::request::{MAX_CHOICES, RequestId};
+use crate::request::MAX_CHOICES;
 
 /// Most sequences for each row, running and preempted.
 pub(super) const MAX_PER_ROW: usize = 4;
@@ -84,22 +84,21 @@ impl Known {
 /// A choice that has started and not ended.
 #[derive(Debug)]
 pub(super) struct Sequence {
-    pub(super) request: RequestId,
+    /// Slot of its request; `NONE` = it is absent.
+    pub(super) slot: u32,
     pub(super) order: Order,
     /// Absent = it decodes.
     pub(super) known: Option<Box<Known>>,
-    /// `NONE` = it was preempted and waits.
+    /// `NONE` = it was preempted and waits. Of an absent sequence: the next absent one.
     pub(super) row: u32,
-    /// The next choice of the request that has started and not ended, or `NONE`. Of an absent sequence: the next absent one.
-    pub(super) next_sibling: u32,
 }
 
-const _: () = assert!(size_of::<Sequence>() <= 32, "a sequence is part of what a running one costs");
+const _: () = assert!(size_of::<Sequence>() <= 24, "a sequence is part of what a running one costs");
 
 impl Sequence {
     /// What stands at a number that no sequence has.
     const fn absent(next: u32) -> Self {
-        Self { request: RequestId::NONE, order: Order(0), known: None, row: NONE, next_sibling: next }
+        Self { slot: NONE, order: Order(0), known: None, row: next }
     }
 
     pub(super) fn is_running(&self) -> bool {
@@ -120,6 +119,8 @@ impl Sequence {
 #[derive(Debug)]
 pub(super) struct Sequences {
     entries: Vec<Sequence>,
+    /// One more than the next choice of the same request that has started and not ended, or 0. Few requests have several.
+    siblings: Vec<u32>,
     /// An absent one, or `NONE`.
     first_free: u32,
     max_len: usize,
@@ -132,6 +133,7 @@ impl Sequences {
         let link = |index| if index < num_seqs { index } else { NONE };
         Self {
             entries: (1..=num_seqs).map(|next| Sequence::absent(link(next))).collect(),
+            siblings: vec![0; max_num_seqs],
             first_free: link(0),
             max_len: max_num_seqs * MAX_PER_ROW,
         }
@@ -147,31 +149,46 @@ impl Sequences {
         let index = self.first_free;
         if index == NONE {
             self.entries.push(sequence);
+            self.siblings.push(0);
             return self.entries.len() as u32 - 1;
         }
         let absent = std::mem::replace(&mut self.entries[index as usize], sequence);
-        self.first_free = absent.next_sibling;
+        self.first_free = absent.row;
         index
     }
 
     pub(super) fn remove(&mut self, index: u32) -> Sequence {
         let absent = Sequence::absent(self.first_free);
         let sequence = std::mem::replace(&mut self.entries[index as usize], absent);
-        assert_ne!(sequence.request, RequestId::NONE, "a sequence ends once");
+        assert_ne!(sequence.slot, NONE, "a sequence ends once");
         self.first_free = index;
         sequence
+    }
+
+    /// The next choice of the request, or `NONE`.
+    pub(super) fn next_sibling(&self, index: u32) -> u32 {
+        self.siblings[index as usize].checked_sub(1).unwrap_or(NONE)
+    }
+
+    /// Sets that.
+    pub(super) fn set_next_sibling(&mut self, index: u32, next: u32) {
+        let (entry, next) = (&mut self.siblings[index as usize], next.wrapping_add(1));
+        // Nearly always there is none, and was none.
+        if *entry != next {
+            *entry = next;
+        }
     }
 
     /// Sequences of one request in the order of their choices, from its first one on.
     pub(super) fn siblings(&self, first: u32) -> impl Iterator<Item = u32> + '_ {
         std::iter::successors((first != NONE).then_some(first), |&at| {
-            let next = self[at].next_sibling;
+            let next = self.next_sibling(at);
             (next != NONE).then_some(next)
         })
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> {
-        (0..).zip(&self.entries).filter(|(_, sequence)| sequence.request != RequestId::NONE)
+        (0..).zip(&self.entries).filter(|(_, sequence)| sequence.slot != NONE)
     }
 }
 
@@ -180,7 +197,7 @@ impl Index<u32> for Sequences {
 
     fn index(&self, index: u32) -> &Sequence {
         let sequence = &self.entries[index as usize];
-        debug_assert_ne!(sequence.request, RequestId::NONE, "a listed sequence lives");
+        debug_assert_ne!(sequence.slot, NONE, "a listed sequence lives");
         sequence
     }
 }
@@ -188,7 +205,7 @@ impl Index<u32> for Sequences {
 impl IndexMut<u32> for Sequences {
     fn index_mut(&mut self, index: u32) -> &mut Sequence {
         let sequence = &mut self.entries[index as usize];
-        debug_assert_ne!(sequence.request, RequestId::NONE, "a listed sequence lives");
+        debug_assert_ne!(sequence.slot, NONE, "a listed sequence lives");
         sequence
     }
 }

@@ -54,11 +54,11 @@ impl Scheduler {
             batch.query_start.extend(1..=num_lanes as i32);
             batch.row_ids.extend_from_slice(&lanes.rows);
             batch.request_ids.extend_from_slice(&lanes.request_ids);
-            batch.choice_ids.extend_from_slice(&lanes.choice_ids);
+            batch.choice_ids.extend(lanes.choice_ids.iter().map(|&choice| i32::from(choice)));
             batch.logits_index.extend(0..num_lanes as i32);
             batch.sample_index.extend(0..num_lanes as i32);
             batch.sample_rows.extend_from_slice(&lanes.rows);
-            batch.sample_choices.extend_from_slice(&lanes.choice_ids);
+            batch.sample_choices.extend(lanes.choice_ids.iter().map(|&choice| i32::from(choice)));
         }
         batch.token_ids.extend_from_slice(&lanes.tokens);
         batch.positions.extend(lanes.num_tokens.iter().map(|count| count - 1));
@@ -84,13 +84,13 @@ impl Scheduler {
         batch.seq_lens.push(lanes.num_tokens[lane]);
         batch.row_ids.push(lanes.rows[lane]);
         batch.request_ids.push(lanes.request_ids[lane]);
-        batch.choice_ids.push(lanes.choice_ids[lane]);
+        batch.choice_ids.push(i32::from(lanes.choice_ids[lane]));
         batch.sample_index.push(batch.logits_index.len() as i32);
         batch.logits_index.push(token);
         batch.sample_rows.push(lanes.rows[lane]);
         let num_output_tokens = lanes.num_tokens[lane] - lanes.num_prompt_tokens[lane];
         batch.sample_positions.push(num_output_tokens);
-        batch.sample_choices.push(lanes.choice_ids[lane]);
+        batch.sample_choices.push(i32::from(lanes.choice_ids[lane]));
         batch.max_query_len = 1;
         batch.max_seq_len = batch.max_seq_len.max(lanes.num_tokens[lane] as usize);
         batch.has_sampling_extras |= self.rows.sampling.has_extras(lanes.rows[lane] as u32, num_output_tokens as u32);
@@ -101,6 +101,7 @@ impl Scheduler {
         let row = self.rows.get(planned.row);
         let sequence = &self.sequences[row.sequence];
         let choice = sequence.order.choice() as i32;
+        let request_id = self.request(sequence.slot).id.as_u64();
         let batch = &mut self.batches[self.current];
         let (start, end) = (row.num_computed_tokens, row.num_computed_tokens + planned.num_tokens);
         let tokens = &sequence.known().tokens;
@@ -111,7 +112,7 @@ impl Scheduler {
         batch.query_start.push(batch.token_ids.len() as i32);
         batch.seq_lens.push(end as i32);
         batch.row_ids.push(planned.row as i32);
-        batch.request_ids.push(sequence.request.as_u64());
+        batch.request_ids.push(request_id);
         batch.choice_ids.push(choice);
         batch.max_query_len = batch.max_query_len.max(planned.num_tokens as usize);
         batch.max_seq_len = batch.max_seq_len.max(end as usize);
