@@ -8,8 +8,9 @@ bounded to 2 predicted seconds (`max_queue_s`), 1,024 requests and 262,144 promp
 
   loads    requests arrive at 0.5 to 10 times capacity, and who is refused does not come back.
            Goodput counts the output tokens of requests whose first token came within 2 s and whose
-           ITL p99 is at most 100 ms (by the profile cpu 300 ms); `fcfs` without deadline and with
-           bounds as they are by default beside it. The queue is looked at after every step.
+           ITL p99 is at most 100 ms; `fcfs` without deadline and with bounds as they are by default
+           beside it. By the profile cpu, whose steps with a prompt take longer, 300 ms, without
+           a goal. The queue is looked at after every step.
   burst    half of capacity, and 10 times capacity for 5 s in the middle. Who is refused comes back
            once, when it was told to: how many are admitted then, and get their first token in time.
            Where the refused stay away: how long after the burst times to first token are as before
@@ -48,6 +49,8 @@ BURST_S = 5.0
 RECOVERY_S = 5.0
 # Before and after the burst: the refused need a while at half of capacity to be served.
 BEFORE_S, AFTER_S = 20.0, 100.0
+# Arrivals whose median time to first token says how it is now.
+NUM_LOOKED_AT = 20
 WATCHED = ("num_waiting", "num_queued_tokens", "queued_service_s", "is_refusing")
 
 
@@ -183,8 +186,8 @@ def return_figures(run: Run) -> Figures:
 def recovery(run: Run) -> Figures:
     """When times to first token of new arrivals are again what they were before the burst.
 
-    The median of each second's arrivals is held against the 99th percentile before the burst,
-    without its first quarter; what counts is the end of the last second whose median is above it.
+    The median of each arrival and the 19 after it is held against the 99th percentile before the
+    burst, without its first quarter; what counts is the last arrival for which it is above.
     """
     requests, end_of_burst_s = run.requests, BEFORE_S + BURST_S
     is_fresh = (requests.refused_ns == NEVER) & (requests.first_token_ns != NEVER)
@@ -192,18 +195,19 @@ def recovery(run: Run) -> Figures:
     ttft_s = (requests.first_token_ns - requests.submitted_ns)[is_fresh] / SECOND_NS
     is_before = (at_s >= BEFORE_S / 4) & (at_s < BEFORE_S)
     unloaded_s = output.percentile(ttft_s[is_before], 99)
-    recovered_s, worst_s = 0.0, 0.0
-    for second in range(int(run.end_ns / SECOND_NS - end_of_burst_s)):
-        start_s = end_of_burst_s + second
-        values = ttft_s[(at_s >= start_s) & (at_s < start_s + 1)]
-        median_s = float(np.median(values)) if len(values) else 0.0
-        worst_s = max(worst_s, median_s)
-        if median_s > unloaded_s:
-            recovered_s = second + 1.0
+    is_after = at_s >= end_of_burst_s
+    after_s, ttft_s = at_s[is_after], ttft_s[is_after]
+    num_looked_at = min(NUM_LOOKED_AT, len(ttft_s))
+    medians_s = np.median(np.lib.stride_tricks.sliding_window_view(ttft_s, num_looked_at), axis=1)
+    is_above = np.flatnonzero(medians_s > unloaded_s)
+    num_bad = int(is_above[-1]) + 1 if len(is_above) else 0
+    # Who is the last of the run to have waited long: it has not recovered.
+    until_s = np.append(after_s, run.end_ns / SECOND_NS)[num_bad]
+    recovered_s = until_s - end_of_burst_s if num_bad else 0.0
     return {
         "ttft_p99_before_ms": output.rounded(1e3 * unloaded_s),
-        "worst_median_after_ms": output.rounded(1e3 * worst_s),
-        "recovered_after_s": recovered_s,
+        "worst_median_after_ms": output.rounded(1e3 * medians_s.max()),
+        "recovered_after_s": output.rounded(recovered_s),
     }
 
 
@@ -244,9 +248,10 @@ def checks(results: Figures) -> list[output.Check]:
     for profile, by_seed in results.items():
         runs = list(by_seed.values())
         bursts = [run["burst"] for run in runs]
-        goodput_to_peak = 100 * output.least(runs, "goodput_to_peak")
+        if profile == "gpu":
+            goodput = 100 * output.least(runs, "goodput_to_peak")
+            entries.append(output.at_least("gpu, goodput at 10x to its peak", goodput, "%", 95))
         entries += [
-            output.at_least(f"{profile}, goodput at 10x to its peak", goodput_to_peak, "%", 95),
             output.at_most(
                 f"{profile}, queue to its bounds", output.worst(runs, "queue_to_bounds"), "ratio", 1
             ),
@@ -323,7 +328,7 @@ def measure(options: argparse.Namespace, report: Report) -> Figures:
 
 
 def main() -> None:
-    options = output.parser(__doc__, profiles=("gpu",)).parse_args()
+    options = output.parser(__doc__).parse_args()
     report = Report("overload", options)
     results = measure(options, report)
     report.checks = checks(results)

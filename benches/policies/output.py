@@ -56,19 +56,29 @@ def least(runs: Iterable[Figures], key: str) -> float:
 
 
 def ttft_to_limits(loaded: Figures, alone: Figures) -> Figures:
-    """p99 of the time to first token to that alone and two loaded steps: mean ones.
+    """p99 of the time to first token to that alone and two loaded steps, of their p99.
 
-    Beside it the same with the median step, and with the step that an arrival meets
-    (`met_step_p99_ms`, steps count by their duration, 99th percentile).
+    These are the step in flight when a request comes and the one that it is in. Beside it the same
+    with the mean and with the median step.
     """
     steps = {
-        "ttft_to_limit": "step_mean_ms",
+        "ttft_to_limit": "step_p99_ms",
+        "ttft_to_mean_limit": "step_mean_ms",
         "ttft_to_median_limit": "step_median_ms",
-        "ttft_to_met_limit": "met_step_p99_ms",
     }
     return {
         name: rounded(loaded["ttft_p99_ms"] / (alone["ttft_p99_ms"] + 2 * loaded[step]))
         for name, step in steps.items()
+    }
+
+
+def step_times(durations_s: np.ndarray) -> Figures:
+    """Milliseconds of a run's steps."""
+    times_ms = 1e3 * np.asarray(durations_s)
+    return {
+        "step_p99_ms": rounded(percentile(times_ms, 99)),
+        "step_mean_ms": rounded(float(np.mean(times_ms))),
+        "step_median_ms": rounded(float(np.median(times_ms))),
     }
 
 

@@ -116,12 +116,6 @@ class Run:
         """Seconds of each step."""
         return np.asarray(self.steps.duration_ns, dtype=np.float64) / SECOND_NS
 
-    def met_step_s(self, percent: float) -> float:
-        """A percentile of the step in flight at a random time: steps count by their duration."""
-        ordered = np.sort(np.asarray(self.steps.duration_ns))
-        below = np.cumsum(ordered)
-        return float(ordered[np.searchsorted(below, percent / 100 * below[-1])]) / SECOND_NS
-
     def output_tokens(self, name: str | None = None, from_ns: int = 0, until_ns: int = 0) -> int:
         """Output tokens of a stream (None = of all) from one time until another (0 = the end)."""
         is_inside = (self.event_ns > from_ns) & (self.event_ns <= (until_ns or self.end_ns))

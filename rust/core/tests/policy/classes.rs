@@ -151,6 +151,32 @@ fn an_aged_batch_request_starts_after_twenty_others() {
 }
 
 #[test]
+fn an_aged_request_that_waits_for_a_row_keeps_nobody_from_displacing() {
+    let mut rig = Rig::fair(config(4, 2048), |rules| {
+        rules.aging_s = 1.0;
+        rules.aged_share = 1.0;
+        rules.max_preemptions = 200;
+    });
+    // Rows that nobody gives up soon, and more batch work, which is owed the next one.
+    for seed in 0..8 {
+        rig.submit(request(Class::Batch, "", seed, 40), 3000).expect("it fits");
+    }
+    while rig.now_ns < 2 * rig.aging_ns() {
+        rig.step();
+    }
+    for seed in 0..20 {
+        let urgent = rig.submit(request(Class::Interactive, "", 100 + seed, 40), 3).expect("it fits");
+        rig.step();
+        assert_eq!(rig.scheduled(urgent), 40, "its prompt is in the very next batch");
+        while rig.requests[&urgent].end.is_none() {
+            rig.step();
+        }
+        rig.step();
+    }
+    rig.drain();
+}
+
+#[test]
 fn a_cap_on_a_class_holds() {
     let mut rig = Rig::fair(config(8, 2048), |rules| rules.classes[Class::Batch as usize].max_num_seqs = Some(3));
     let ids: Vec<u64> =
