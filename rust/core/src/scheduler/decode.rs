@@ -116,13 +116,14 @@ impl Scheduler {
     }
 
     /// Steps until a lane is notable, from its next one on.
-    fn quiet_steps(&self, lane: usize) -> i32 {
+    fn quiet_steps(&self, lane: usize) -> i16 {
         if self.lanes.flags[lane] & (HAS_STOP_IDS | IS_UNSAMPLED) != 0 {
             return 0;
         }
         let offset = self.lanes.tail_ends[lane] - self.rows.tail_start(self.lanes.rows[lane] as u32);
         let room = self.config.block_size as i32 - offset as i32;
-        room.min(self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane])
+        // A block is shorter than i16 reaches.
+        room.min(self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane]) as i16
     }
 
     /// Schedules the lanes of a range, all of them if budget and memory reach that far; returns whether they did.

@@ -87,7 +87,7 @@ lanes! {
     /// Where the next token stands in the tails of all rows.
     tail_ends: u32,
     /// Steps until the lane is notable: its block full, its length reached. 0 = it is so in every step.
-    quiet_steps: i32,
+    quiet_steps: i16,
     /// Most likely ids that its request wants with each sample; -1 = nothing.
     num_logprobs: i8,
     /// `HAS_STOP_IDS` and so on.
