@@ -15,7 +15,7 @@ use super::prefix::{Parent, PrefixCache, Published};
 use super::roots::{RootId, RootTable};
 use super::{BlockId, NONE};
 use crate::error::{Error, Result};
-use crate::memory::table_of;
+use crate::memory::{prefetch, table_of};
 
 /// Who holds a block, and its neighbours on the eviction list while it is cached.
 #[derive(Debug, Clone, Copy)]
@@ -102,7 +102,14 @@ impl BlockPool {
     /// Takes a free block, or evicts the least recently released cached one. `None` if every block is held.
     pub fn allocate(&mut self) -> Option<BlockId> {
         let block = match self.free.pop() {
-            Some(block) => block,
+            Some(block) => {
+                // It is filled in some steps, and the next one is given out in some: what is written then should be there.
+                self.cache.prefetch_block(block);
+                if let Some(next) = self.free.last() {
+                    prefetch(&self.holds, next.index());
+                }
+                block
+            }
             None => self.evict()?,
         };
         self.holds[block.index()].ref_count = 1;

@@ -153,6 +153,12 @@ impl PrefixCache {
         prefetch(&self.buckets, self.bucket(hash));
     }
 
+    /// A block will be written.
+    pub(crate) fn prefetch_block(&self, block: BlockId) {
+        prefetch(&self.entries, block.index());
+        prefetch(&self.tokens, block.index() * self.block_size);
+    }
+
     pub(crate) fn prefetch_further(&self, hash: u64) {
         // Whether it is read is not asked here: a wrong guess of the processor would wait for the bucket.
         prefetch(&self.entries, self.buckets[self.bucket(hash)].index() as usize);

@@ -156,7 +156,10 @@ impl Scheduler {
             assert_eq!(lanes.tokens[lane], self.rows.tail(row)[offset]);
             assert_eq!(lanes.num_prompt_tokens[lane] as u32, self.num_prompt_tokens(row));
             let num_left = lanes.max_num_tokens[lane] - lanes.num_tokens[lane];
-            assert!(i32::from(lanes.quiet_steps[lane]) <= num_left.min((block_size - offset) as i32), "{id:?} is overlooked");
+            assert!(
+                i32::from(lanes.quiet_steps[lane]) <= num_left.min((block_size - offset) as i32),
+                "{id:?} is overlooked"
+            );
             let is_unsampled = lanes.flags[lane] & IS_UNSAMPLED != 0;
             assert_eq!(self.sequences[state.sequence].known.is_some(), is_unsampled, "{id:?} lists its tokens");
         }
