@@ -117,6 +117,8 @@ stats! {
     num_preemptions: u64,
     /// Of these, those that made way for a request of a higher class or of a tenant below its share.
     num_displacements: u64,
+    /// Starts that belonged to a request because it had waited longest and was aged.
+    num_aged_starts: u64,
     /// Requests that were dropped or ended at a deadline.
     num_expired_requests: u64,
     /// Tokens whose keys and values a preempted sequence lost and has to compute again, counted when it is admitted again.

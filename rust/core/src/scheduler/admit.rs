@@ -353,6 +353,9 @@ impl Scheduler {
         self.count_recomputed(sequence);
         self.note_growth(row);
         let slot = self.sequences[sequence].slot;
+        self.note_start(slot);
+        self.flows.stamp(slot, self.now_ns);
+        self.note_wait(slot, true);
         if self.request(slot).num_unstarted_choices() == 0 {
             self.unpin(slot);
         }
@@ -430,8 +433,6 @@ impl Scheduler {
         if request.is_started() {
             return;
         }
-        self.note_start(slot);
-        let request = self.request(slot);
         let (id, num_prompt_tokens) = (request.id.as_u64(), u64::from(request.num_prompt_tokens));
         let num_hit_tokens = self.hits.blocks.len() * self.config.block_size;
         self.shared.gate.release(&request.reservation());

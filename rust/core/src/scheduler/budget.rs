@@ -43,10 +43,8 @@ pub(super) struct Pace {
     pub(super) has_denied_prompt: bool,
     /// Plans in a row without a chunk of a prompt, though there was one.
     pub(super) num_without_prefill: u32,
-    /// Plans in a row that left out some batch decode.
-    pub(super) num_batch_pauses: u32,
-    /// Batch decodes that are still due before the others' prompts.
-    pub(super) num_batch_due: usize,
+    /// Steps that batch decodes were owed and did not get, times `max_batch_pause_steps`.
+    batch_credit: u64,
     /// The batch decode that is served first when not all are.
     pub(super) batch_rotation: Order,
     /// Tokens that the last plan might have scheduled.
@@ -68,6 +66,31 @@ impl Pace {
             self.last_step_ns = time_ns;
             self.cost.observe(self.work, time_ns);
         }
+    }
+
+    /// How many of the batch decodes are due in the plan being made, so that each runs at least once in `period` steps.
+    pub(super) fn due_batch_decodes(&mut self, num_decodes: usize, period: u32) -> usize {
+        let most = num_decodes as u64 * u64::from(period);
+        self.batch_credit = (self.batch_credit + num_decodes as u64).min(most);
+        (self.batch_credit / u64::from(period)) as usize
+    }
+
+    /// Batch decodes run.
+    pub(super) fn count_batch_decodes(&mut self, num_decodes: usize, period: u32) {
+        self.batch_credit = self.batch_credit.saturating_sub(num_decodes as u64 * u64::from(period));
+    }
+
+    /// All batch decodes run.
+    pub(super) fn count_all_batch_decodes(&mut self) {
+        self.batch_credit = 0;
+    }
+
+    pub(super) fn chunk_ns(&self, start: usize, num_tokens: usize) -> f64 {
+        self.cost.chunk_ns(start as u64, num_tokens as u64)
+    }
+
+    pub(super) fn decode_ns(&self, num_seqs: usize, num_kv_tokens: u64) -> f64 {
+        self.cost.decode_ns(num_seqs as u64, num_kv_tokens)
     }
 
     pub(super) fn add_target(&mut self, target_us: u32) {

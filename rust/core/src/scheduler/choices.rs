@@ -84,6 +84,7 @@ impl Scheduler {
         }
         self.num_pinning += usize::from(!pins.is_empty());
         self.enter_waiting(slot);
+        self.note_wait(slot, false);
     }
 
     /// Puts a started request in its place among those that wait: by arrival, before all that have not started.
@@ -231,6 +232,9 @@ impl Scheduler {
             }
         }
         self.forget_choice(slot, reason);
+        if self.requests[slot as usize].is_some() {
+            self.note_wait(slot, false);
+        }
     }
 
     /// Counts the end of a choice; the last one takes its request with it.
@@ -249,6 +253,7 @@ impl Scheduler {
         let request = self.requests[slot as usize].take().expect("only a live request ends");
         self.deadlines.remove(request.next_deadline_ns(), slot);
         self.num_shielded -= usize::from(request.is_shielded());
+        self.flows.end_wait(slot);
         self.flows.leave(self.flows.of(slot));
         if !request.is_started() {
             self.shared.gate.release(&request.reservation());

@@ -39,9 +39,12 @@ impl Scheduler {
     pub(super) fn expire(&mut self, now_ns: u64) {
         while let Some((_, slot)) = self.deadlines.first().filter(|&(deadline_ns, _)| deadline_ns <= now_ns) {
             let request = self.request(slot);
-            let state = if request.is_started() { "ran" } else { "waited" };
-            let waited_ms = self.flows.tickets[slot as usize].age_ms(now_ns);
-            let message = format!("the deadline passed: the request still {state} after {waited_ms} ms");
+            let message = if request.is_started() {
+                "the deadline passed: the request has started and not ended".to_owned()
+            } else {
+                let waited_ms = self.flows.tickets[slot as usize].age_ms(now_ns);
+                format!("the deadline passed: the request still waited after {waited_ms} ms")
+            };
             let id = request.id;
             self.stats.num_expired_requests += 1;
             self.end_request(id, FinishReason::Error, Some(&Arc::from(message)));

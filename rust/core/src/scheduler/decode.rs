@@ -58,6 +58,13 @@ impl PlannedLanes {
     }
 }
 
+/// What a plan keeps for batch decodes until the others' prompts were served.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KeptForBatch {
+    num_decodes: usize,
+    time_ns: f64,
+}
+
 impl Scheduler {
     /// Gives a lane to a prefilling sequence that lacks exactly one token: the last it knew, or the one that was just sampled.
     ///
@@ -126,8 +133,8 @@ impl Scheduler {
         room.min(self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane]) as i16
     }
 
-    /// Schedules the lanes of a range, all of them if budget and memory reach that far; returns whether they did.
-    pub(super) fn plan_lanes(&mut self, range: Range<usize>, budget: &mut Budget) -> bool {
+    /// Schedules the lanes of a range, all of them if budget and memory reach that far.
+    pub(super) fn plan_lanes(&mut self, range: Range<usize>, budget: &mut Budget) {
         let num_lanes = self.lanes.len();
         let num_full = self.lanes.find_full(&mut self.notable);
         let num_full = self.notable[..num_full].partition_point(|&lane| (lane as usize) < range.end);
@@ -136,9 +143,8 @@ impl Scheduler {
         // There are gaps if an earlier range has preempted somebody.
         if range.len() > budget.tokens || lacks_memory || self.lanes.has_gaps() {
             let rotation = self.rotation;
-            let (are_all, rotation) = self.plan_lanes_in_turn(range, budget, usize::MAX, rotation);
-            self.rotation = rotation;
-            return are_all;
+            self.rotation = self.plan_lanes_in_turn(range, budget, usize::MAX, rotation);
+            return;
         }
         for index in first_full..num_full {
             let has_grown = self.grow(self.notable[index] as usize);
@@ -150,26 +156,39 @@ impl Scheduler {
         } else {
             budget.tokens -= range.len();
         }
-        let num_due = &mut self.pace.num_batch_due;
-        *num_due = if range.end == num_lanes { 0 } else { *num_due };
+        if range.end == num_lanes {
+            self.pace.count_all_batch_decodes();
+        }
         self.planned_lanes.add(range, num_lanes);
-        true
     }
 
-    /// Schedules batch decodes with what the others have left; returns whether all of them run.
-    pub(super) fn plan_batch_lanes(&mut self, first: usize, budget: &mut Budget) -> bool {
+    /// Takes from the budget what the batch decodes that are due need.
+    pub(super) fn keep_for_batch(&self, num_due: usize, budget: &mut Budget) -> KeptForBatch {
+        let num_decodes = num_due.min(budget.tokens);
+        let mean_context = self.lanes.total_tokens() / self.lanes.num_live().max(1) as u64;
+        let is_timed = budget.is_timed() && num_decodes > 0;
+        let time_ns = if is_timed { self.pace.decode_ns(num_decodes, num_decodes as u64 * mean_context) } else { 0.0 };
+        budget.tokens -= num_decodes;
+        budget.time_ns -= time_ns;
+        KeptForBatch { num_decodes, time_ns }
+    }
+
+    /// Schedules batch decodes with what was kept for them and what the others have left.
+    pub(super) fn plan_batch_lanes(&mut self, first: usize, budget: &mut Budget, kept: KeptForBatch) {
+        budget.tokens += kept.num_decodes;
+        budget.time_ns += kept.time_ns;
         let range = first..self.lanes.len();
         // Those who are alone hold up nobody.
         let is_alone = self.planned_lanes.len() == 0 && self.pieces.is_empty();
         let is_limited = budget.is_timed() && !is_alone;
         let limit = if is_limited { self.num_timely_decodes(range.clone(), budget) } else { usize::MAX };
+        let limit = limit.max(kept.num_decodes);
         if limit >= range.len() {
-            return self.plan_lanes(range, budget);
+            self.plan_lanes(range, budget);
+            return;
         }
         let rotation = self.pace.batch_rotation;
-        let (are_all, rotation) = self.plan_lanes_in_turn(range, budget, limit, rotation);
-        self.pace.batch_rotation = rotation;
-        are_all
+        self.pace.batch_rotation = self.plan_lanes_in_turn(range, budget, limit, rotation);
     }
 
     /// How many decodes of a range, whichever they are, fit the time that is left.
@@ -184,14 +203,14 @@ impl Scheduler {
     }
 
     /// Schedules lanes of a range as far as budget, `limit` and memory last. If these do not reach all, they take turns, from `rotation` on,
-    /// otherwise the oldest is first. Returns whether all run, and who is first next time.
+    /// otherwise the oldest is first. Returns who is first next time.
     fn plan_lanes_in_turn(
         &mut self,
         range: Range<usize>,
         budget: &mut Budget,
         limit: usize,
         mut rotation: Order,
-    ) -> (bool, Order) {
+    ) -> Order {
         let mut left = budget.tokens.min(limit);
         let len = range.len();
         let take_turns = len > left;
@@ -213,17 +232,18 @@ impl Scheduler {
                 first_left_out = first_left_out.or(Some(self.lanes.orders[lane]));
             }
         }
+        let mut num_batch = 0;
         // Only the choice of victims asks for it.
         for index in first_listed..self.planned_lanes.listed.len() {
             let lane = self.planned_lanes.listed[index] as usize;
             self.rows.get_mut(self.lanes.rows[lane] as u32).is_planned = false;
-            let is_batch = self.lanes.orders[lane].class() == Class::Batch;
-            self.pace.num_batch_due = self.pace.num_batch_due.saturating_sub(usize::from(is_batch));
+            num_batch += usize::from(self.lanes.orders[lane].class() == Class::Batch);
         }
+        self.pace.count_batch_decodes(num_batch, self.rules.batch_period);
         if let (true, Some(order)) = (take_turns, first_left_out) {
             rotation = order;
         }
-        (first_left_out.is_none(), rotation)
+        rotation
     }
 
     /// Commits the lanes of the batch in flight with the leading samples of its (checked) result.

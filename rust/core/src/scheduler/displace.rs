@@ -1,31 +1,23 @@
-//! Who is owed a start before anything else is planned: the oldest aged request, a request of a higher class that lower ones keep out, and
-//! a tenant that another one above its share keeps out.
+//! Who starts at the cost of others, before anything else is planned: a request of a higher class that lower ones keep out, and a tenant
+//! that another one above its share keeps out.
 //!
-//! 1. For a higher class nobody is displaced unless the one who waits can start then. Nobody who is in the plan is: nothing is planned yet.
+//! 1. Nobody is displaced unless the one who waits fits without all who may be, their growth included; and for a higher class, no more
+//!    than are needed. Nobody who is in the plan is: nothing is planned yet. And nobody whose first tokens would find no time in this step.
 //! 2. For a tenant, a sequence of the same class is displaced whose tenant, even without it, holds no less for its weight than the one who
 //!    waits will; at most one in a step, none if a class had to give way in it. What it frees is kept for the one who waits. So displacements
-//!    even out, and end.
-//! 3. Nobody is displaced more than `max_preemptions` times, nor who started because it was aged, nor the first of all that runs.
+//!    even out, and end. Rows are scarce when all are taken, or all that the class may have.
+//! 3. Nobody is displaced more than `max_preemptions` times, nor who is shielded, nor for a tenant the first of all that runs.
 
 use std::collections::HashMap;
 
 use foldhash::fast::FixedState;
 
 use super::Scheduler;
+use super::budget::Budget;
+use super::estimate::Needs;
 use super::flows::Waiter;
 use crate::block::BlockId;
 use crate::policy::{Class, Victim};
-use crate::request::RequestId;
-
-/// The request that has waited longest, if it is aged.
-#[derive(Debug, Default)]
-pub(super) struct Aging {
-    request: Option<RequestId>,
-    /// Others that started since it was found to be.
-    num_overtakes: u32,
-    /// Since when it is owed a start.
-    owed_since_ns: Option<u64>,
-}
 
 /// What `Scheduler::most_held` has found, and when.
 #[derive(Debug, Clone, Copy, Default)]
@@ -37,100 +29,76 @@ pub(super) struct MostHeld {
 /// Tenants of a class for which a plan looks for somebody to displace, at most: planning is bounded.
 const MAX_LOOKS: usize = 8;
 /// No class is kept from starting.
-const NONE_BLOCKED: usize = 3;
+pub(super) const NONE_BLOCKED: usize = 3;
 
 impl Scheduler {
     /// Starts who is owed it. Classes from the returned number on may not start anybody else in this plan.
-    pub(super) fn make_way(&mut self, is_paused: bool, now_ns: u64) -> usize {
+    pub(super) fn make_way(&mut self, budget: &Budget, is_paused: bool, now_ns: u64) -> usize {
         if self.flows.num_preempted + self.flows.num_listed == 0 {
             return NONE_BLOCKED;
         }
-        let blocked_from = self.start_aged(is_paused, now_ns).min(self.start_reserved(is_paused));
-        let mut num_tokens = self.config.max_num_batched_tokens;
+        let blocked_from = self.start_aged(is_paused, now_ns);
+        self.start_reserved(blocked_from, is_paused);
+        let mut num_tokens = self.num_timely_tokens(budget);
         for class in &Class::ALL[..blocked_from] {
             if self.flows.may_wait(*class) {
                 self.make_way_for(*class, &mut num_tokens, is_paused);
             }
         }
         self.close_gaps();
+        // What lanes will fill is not known yet: it has to be looked at again.
+        self.filling.clear();
         let reserved = self.reserved_flow.map_or(NONE_BLOCKED, |flow| self.flows.get(flow).class as usize);
         blocked_from.min(reserved)
     }
 
-    /// Starts the oldest aged request if it is owed a start: nobody else starts before it then, until it fits.
-    fn start_aged(&mut self, is_paused: bool, now_ns: u64) -> usize {
-        let Some(slot) = self.oldest_aged(now_ns).filter(|_| !is_paused) else { return NONE_BLOCKED };
-        let flow = self.flows.of(slot);
-        // A preempted one of its tenant comes first in any case.
-        let preempted = self.flows.preempted_after(flow, None).map(|sequence| Waiter::Preempted { sequence });
-        let waiter = preempted.unwrap_or(Waiter::Choice { slot });
-        let class = self.flows.get(flow).class as usize;
-        let is_capped = self.num_running_of[class] >= self.rules.class_caps[class];
-        if self.aging.num_overtakes + 1 < self.rules.aged_interval
-            || is_capped
-            || !self.may_start(flow, waiter, is_paused)
-        {
-            return NONE_BLOCKED;
-        }
-        let owed_since_ns = *self.aging.owed_since_ns.get_or_insert(now_ns);
-        if self.rows.num_free() == 0 {
-            // The next row that somebody gives up is its own. Until then others can start only by displacing, which takes nothing from it.
-            return NONE_BLOCKED;
-        }
-        if self.try_admit(waiter).is_ok() {
-            if preempted.is_none() {
-                self.request_mut(slot).shield();
-                self.num_shielded += 1;
-            }
-            return NONE_BLOCKED;
-        }
-        // Memory: first the lower classes give way, then everybody.
-        if now_ns.saturating_sub(owed_since_ns) >= self.rules.aging_ns { 0 } else { class }
+    /// Prompt tokens for which the plan will have room and time besides the decodes that come first.
+    fn num_timely_tokens(&self, budget: &Budget) -> usize {
+        let num_urgent = self.num_urgent_lanes();
+        let mut left = *budget;
+        let num_kv_tokens = if budget.is_timed() {
+            self.lanes.num_tokens[..num_urgent].iter().map(|&count| count as u64).sum()
+        } else {
+            0
+        };
+        self.spend_decodes(&mut left, num_urgent.min(budget.tokens), num_kv_tokens);
+        self.chunk_limit(&left, 0, left.tokens)
     }
 
-    fn oldest_aged(&mut self, now_ns: u64) -> Option<u32> {
-        let slot = self.flows.oldest_unstarted()?;
-        if u64::from(self.flows.tickets[slot as usize].age_ms(now_ns)) * 1_000_000 < self.rules.aging_ns {
-            return None;
-        }
-        let id = self.request(slot).id;
-        if self.aging.request != Some(id) {
-            self.aging = Aging { request: Some(id), ..Aging::default() };
-        }
-        Some(slot)
+    /// Whether a class may not have any more rows, or there are none.
+    fn lacks_rows(&self, class: Class) -> bool {
+        self.rows.num_free() == 0 || self.is_capped(class)
     }
 
-    /// A request starts: if it is not the oldest aged one, that was overtaken.
-    pub(super) fn note_start(&mut self, slot: u32) {
-        let id = self.request(slot).id;
-        match self.aging.request {
-            Some(oldest) if oldest == id => self.aging = Aging::default(),
-            Some(_) => self.aging.num_overtakes += 1,
-            None => {}
-        }
+    fn is_capped(&self, class: Class) -> bool {
+        self.num_running_of[class as usize] >= self.rules.class_caps[class as usize]
     }
 
     /// Goes on making way for the tenant for which a sequence was displaced before.
-    fn start_reserved(&mut self, is_paused: bool) -> usize {
-        let Some(flow) = self.reserved_flow.take() else { return NONE_BLOCKED };
+    fn start_reserved(&mut self, blocked_from: usize, is_paused: bool) {
+        let Some(flow) = self.reserved_flow.take() else { return };
+        let class = self.flows.get(flow).class;
+        if class as usize >= blocked_from {
+            return;
+        }
         let waiter = self.first_waiter(flow).filter(|&waiter| self.may_start(flow, waiter, is_paused));
         if let Some(waiter) = waiter
-            && (self.rows.num_free() == 0 || self.try_admit(waiter).is_err())
+            && (self.lacks_rows(class) || self.try_admit(waiter).is_err())
         {
             self.displace_tenant(flow, waiter);
         }
-        NONE_BLOCKED
     }
 
     /// Starts waiters of a class that others keep out, as far as these can be displaced and this step has tokens for them.
     fn make_way_for(&mut self, class: Class, num_tokens: &mut usize, is_paused: bool) {
         let mut parked = std::mem::take(&mut self.parked);
-        while *num_tokens > 0 && self.num_running_of[class as usize] < self.rules.class_caps[class as usize] {
-            if self.rows.num_free() > 0 && !self.lacked_memory[class as usize] || parked.len() >= MAX_LOOKS {
-                break;
-            }
+        while parked.len() < MAX_LOOKS && (self.lacks_rows(class) || self.lacked_memory[class as usize]) {
             let Some(turn) = self.flows.peek(class) else { break };
             if !self.has_candidates(class) {
+                break;
+            }
+            if *num_tokens == 0 {
+                self.pace.has_denied_prompt = true;
                 break;
             }
             let waiter = self.first_waiter(turn.flow).filter(|&waiter| self.may_start(turn.flow, waiter, is_paused));
@@ -171,8 +139,9 @@ impl Scheduler {
     }
 
     fn start_by_displacing(&mut self, class: Class, flow: u32, waiter: Waiter) -> Option<u32> {
-        let has_displaced = self.displace_lower(class, waiter) || self.displace_tenant(flow, waiter);
-        if has_displaced && self.rows.num_free() > 0 { self.try_admit(waiter).ok() } else { None }
+        let has_displaced =
+            !self.is_capped(class) && self.displace_lower(class, waiter) || self.displace_tenant(flow, waiter);
+        if has_displaced && !self.lacks_rows(class) { self.try_admit(waiter).ok() } else { None }
     }
 
     /// Makes room for a waiter at the cost of lower classes, if that is what it takes; returns whether it did.
@@ -183,23 +152,12 @@ impl Scheduler {
         }
         self.find_hits(waiter);
         let needs = self.needs(waiter);
-        let shortage = self.shortage(needs);
-        let needs_row = self.rows.num_free() == 0;
-        if !needs_row && shortage == 0 {
+        if self.rows.num_free() > 0 && self.shortage(needs) == 0 {
             return false;
         }
-        let mut gain = 0;
-        let mut num_victims = 0;
-        for row in self.running_newest_first().take_while(|&row| is_lower(self, row)) {
-            if gain >= shortage && num_victims > 0 {
-                break;
-            }
-            if self.may_be_displaced(row) {
-                num_victims += 1;
-                gain += self.num_exclusive_blocks(row);
-            }
-        }
-        if gain < shortage || num_victims == 0 {
+        let lower = self.running_newest_first().take_while(|&row| is_lower(self, row));
+        let victims: Vec<u32> = lower.filter(|&row| self.may_be_displaced(row)).collect();
+        if victims.is_empty() || self.shortage_without(needs, victims) > 0 {
             return false;
         }
         while self.rows.num_free() == 0 || self.is_short(waiter) {
@@ -220,10 +178,14 @@ impl Scheduler {
         let mut candidates = self
             .running_newest_first()
             .take_while(|&row| is_lower(self, row))
-            .filter(|&row| self.may_be_displaced(row));
+            .filter(|&row| self.may_be_displaced(row))
+            .peekable();
         match self.rules.victim {
             Victim::Newest => candidates.next(),
-            Victim::Cost => self.cheapest(candidates),
+            Victim::Cost => {
+                let lowest = self.order(*candidates.peek()?).class();
+                self.cheapest(candidates.take_while(|&row| self.order(row).class() == lowest))
+            }
         }
     }
 
@@ -269,53 +231,91 @@ impl Scheduler {
     ///
     /// If it cannot start at once, what was freed is kept for it.
     fn displace_tenant(&mut self, flow: u32, waiter: Waiter) -> bool {
-        if !self.flows.is_fair || self.displaced_in_step == self.step_id {
-            return false;
-        }
+        let class = self.flows.get(flow).class;
         // Whoever holds one sequence keeps it.
-        if self.most_held(self.flows.get(flow).class) <= 0.0 {
+        if !self.flows.is_fair || self.displaced_in_step == self.step_id || self.most_held(class) <= 0.0 {
             return false;
         }
-        let Some(victim) = self.pick_of_tenant(flow, waiter) else { return false };
+        self.find_hits(waiter);
+        let needs = self.needs(waiter);
+        let Some(victim) = self.pick_of_tenants(flow, needs) else { return false };
         self.displace(victim);
-        self.reserved_flow = if self.rows.num_free() == 0 || self.is_short(waiter) { Some(flow) } else { None };
+        self.reserved_flow = if self.lacks_rows(class) || self.is_short(waiter) { Some(flow) } else { None };
         true
     }
 
-    /// The newest sequence of the class whose tenant holds enough: in rows if these are scarce, otherwise in blocks.
-    fn pick_of_tenant(&mut self, flow: u32, waiter: Waiter) -> Option<u32> {
-        let (class, weight) = (self.flows.get(flow).class, self.flows.get(flow).weight);
-        let share = weight / self.flows.active_weights[class as usize];
-        let is_row_scarce = self.rows.num_free() == 0;
-        let held = if is_row_scarce { HashMap::default() } else { self.blocks_by_flow(class) };
-        let holdings = |this: &Self, flow: u32| {
-            let num_blocks = held.get(&flow).copied().unwrap_or(0) as f64;
-            if is_row_scarce { f64::from(this.flows.get(flow).num_running) } else { num_blocks }
+    /// Who gives way first for a waiter of a flow, if it can start once all have who may, in rows if these are scarce and in blocks.
+    fn pick_of_tenants(&mut self, flow: u32, needs: Needs) -> Option<u32> {
+        let mut victims = Vec::new();
+        if self.lacks_rows(self.flows.get(flow).class) {
+            victims = self.victims_by_rows(flow);
+            victims.first()?;
+            if self.shortage_without(needs, victims.clone()) == 0 {
+                return victims.first().copied();
+            }
+        }
+        for row in self.victims_by_blocks(flow, needs) {
+            if !victims.contains(&row) {
+                victims.push(row);
+            }
+        }
+        let first = *victims.first()?;
+        (self.shortage_without(needs, victims) == 0).then_some(first)
+    }
+
+    /// The newest sequence of the class whose tenant has more rows for its weight.
+    fn victims_by_rows(&mut self, flow: u32) -> Vec<u32> {
+        let (class, weight, num_own) = {
+            let entry = self.flows.get(flow);
+            (entry.class, entry.weight, f64::from(entry.num_running))
         };
-        let (needed, total) = if is_row_scarce {
-            (1.0, self.config.max_num_seqs as f64)
-        } else {
-            self.find_hits(waiter);
-            (self.needs(waiter).num_new as f64, self.config.num_blocks as f64)
-        };
-        let wanted = holdings(self, flow) + needed;
+        if self.most_held(class) < (num_own + 1.0) / weight {
+            return Vec::new();
+        }
+        let total = self.config.max_num_seqs.min(self.rules.class_caps[class as usize]) as f64;
+        self.victims_of(flow, 1.0, total, 1, |_| 1.0, |other| f64::from(self.flows.get(other).num_running))
+    }
+
+    /// The sequences of the class, newest first, whose tenants hold more blocks for their weight, until these are even.
+    fn victims_by_blocks(&self, flow: u32, needs: Needs) -> Vec<u32> {
+        let held = self.blocks_by_flow(self.flows.get(flow).class);
+        let (needed, total) = (needs.num_new as f64, self.config.num_blocks as f64);
+        let gain = |row| self.num_exclusive_blocks(row) as f64;
+        self.victims_of(flow, needed, total, usize::MAX, gain, |other| held.get(&other).copied().unwrap_or(0) as f64)
+    }
+
+    fn victims_of(
+        &self,
+        flow: u32,
+        needed: f64,
+        total: f64,
+        most: usize,
+        gain: impl Fn(u32) -> f64,
+        held: impl Fn(u32) -> f64,
+    ) -> Vec<u32> {
+        let entry = self.flows.get(flow);
+        let share = entry.weight / self.flows.active_weights[entry.class as usize];
+        let wanted = held(flow) + needed;
         // A share is at least one sequence.
-        if wanted > (share * total).ceil() && self.flows.get(flow).num_running > 0 {
-            return None;
+        if wanted > (share * total).ceil() && entry.num_running > 0 {
+            return Vec::new();
         }
-        if is_row_scarce && self.most_held(class) < wanted / weight {
-            return None;
+        let first = self.first_running();
+        let mut taken: HashMap<u32, f64, FixedState> = HashMap::default();
+        let mut victims = Vec::new();
+        for row in self.running_newest_first().filter(|&row| self.order(row).class() == entry.class) {
+            let other = self.flow_of(row);
+            if victims.len() == most || other == flow || Some(row) == first || !self.may_be_displaced(row) {
+                continue;
+            }
+            let (gained, before) = (gain(row), taken.get(&other).copied().unwrap_or(0.0));
+            let left = held(other) - before - gained;
+            if gained > 0.0 && left / self.flows.get(other).weight >= wanted / entry.weight {
+                taken.insert(other, before + gained);
+                victims.push(row);
+            }
         }
-        let first = self.first_running()?;
-        let candidates = self.running_newest_first().take_while(|&row| self.order(row).class() >= class);
-        candidates.filter(|&row| self.order(row).class() == class && row != first && self.may_be_displaced(row)).find(
-            |&row| {
-                let other = self.flow_of(row);
-                let gain = if is_row_scarce { 1.0 } else { self.num_exclusive_blocks(row) as f64 };
-                let left = holdings(self, other) - gain;
-                other != flow && gain > 0.0 && left / self.flows.get(other).weight >= wanted / weight
-            },
-        )
+        victims
     }
 
     fn blocks_by_flow(&self, class: Class) -> HashMap<u32, u64, FixedState> {

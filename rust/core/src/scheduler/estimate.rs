@@ -1,6 +1,7 @@
 //! How much memory an admission needs: now, and up to the peak of all that runs.
 
 use super::Scheduler;
+use crate::block::BlockId;
 use crate::policy::lengths::LengthHistory;
 use crate::policy::peak::{Candidate, PeakEstimate};
 use crate::policy::{Admission, Class};
@@ -72,6 +73,42 @@ impl Scheduler {
         required.saturating_sub(available)
     }
 
+    /// The same when some of those that run have given way. Blocks that several of these share count as gained by nobody.
+    pub(super) fn shortage_without(&mut self, needs: Needs, mut gone: Vec<u32>) -> usize {
+        gone.sort_unstable();
+        let num_gained: usize = gone.iter().map(|&row| self.num_exclusive_blocks(row)).sum();
+        // Hits that are theirs alone would become available, but are needed.
+        let is_theirs = |&(column, block): &(usize, &BlockId)| {
+            let holds = |&row: &u32| self.rows.blocks(row).get(column) == Some(&block.as_i32());
+            self.pool.ref_count(*block) == 1 && gone.iter().any(holds)
+        };
+        let num_theirs = self.hits.blocks.iter().enumerate().filter(is_theirs).count();
+        let available = self.pool.num_available() + num_gained - needs.num_unheld_hits - num_theirs;
+        if gone.len() == self.num_running() {
+            return needs.num_new.saturating_sub(available);
+        }
+        let growth = |row: &u32| {
+            let row = self.rows.get(*row);
+            (row.max_blocks - row.num_blocks) as usize
+        };
+        let num_growing = self.rows.num_growing() - gone.iter().filter(|row| growth(row) > 0).count();
+        let at_once = num_growing + usize::from(needs.num_growth > 0);
+        let required = match self.rules.admission {
+            Admission::Prompt => needs.num_new + at_once,
+            Admission::Guaranteed => {
+                needs.num_new + self.rows.num_growth() - gone.iter().map(growth).sum::<usize>() + needs.num_growth
+            }
+            Admission::Estimated if self.is_ample(needs, available) => needs.num_new + at_once,
+            Admission::Estimated => {
+                self.estimate_running(&gone);
+                let growth = self.estimate_growth(needs);
+                self.growth.forget_plan();
+                needs.num_new + growth.max(at_once)
+            }
+        };
+        required.saturating_sub(available)
+    }
+
     /// Whether the estimate, whatever the lengths, cannot ask for more than `available`: then it need not be made.
     ///
     /// With z standard deviations of safety it is at most z²/4 of the largest sequence above all that may ever come, since the less
@@ -84,7 +121,7 @@ impl Scheduler {
     /// Blocks that all that runs, and a newcomer, will take at their peak besides those they hold when it has started.
     fn estimate_growth(&mut self, needs: Needs) -> usize {
         if self.growth.step_id != self.step_id {
-            self.estimate_running();
+            self.estimate_running(&[]);
         }
         let growth = &self.growth;
         let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
@@ -97,13 +134,14 @@ impl Scheduler {
         (peak.saturating_sub(growth.num_held + u64::from(num_own))) as usize
     }
 
-    fn estimate_running(&mut self) {
+    /// Adds up all that runs but some.
+    fn estimate_running(&mut self, gone: &[u32]) {
         self.growth.lengths.refresh();
         self.growth.peak.clear();
         self.growth.num_held = 0;
         self.growth.step_id = self.step_id;
         for lane in 0..self.lanes.len() {
-            if let Some(row) = self.lanes.row(lane) {
+            if let Some(row) = self.lanes.row(lane).filter(|row| gone.binary_search(row).is_err()) {
                 let num_generated = self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane];
                 let num_left = self.lanes.max_num_tokens[lane] - self.lanes.num_tokens[lane];
                 self.add_running(row, self.lanes.orders[lane].class(), num_generated as u32, num_left as u32);
@@ -112,7 +150,7 @@ impl Scheduler {
         for class in Class::ALL {
             for index in 0..self.prefilling[class as usize].len() {
                 let row = self.prefilling[class as usize][index];
-                if self.rows.get(row).is_prefilling() {
+                if self.rows.get(row).is_prefilling() && gone.binary_search(&row).is_err() {
                     self.add_prefilling(row, class);
                 }
             }

@@ -105,15 +105,15 @@ pub(super) struct Turn {
 /// What the scheduler knows of the request in a slot besides the request itself, mostly while it waits.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Ticket {
-    /// Milliseconds; it may wrap around, what is asked is how long ago it was.
-    pub(super) arrival_ms: u32,
+    /// Since when it waits, in milliseconds; it may wrap around, what is asked is how long ago it was.
+    pub(super) since_ms: u32,
     pub(super) flow: u32,
 }
 
 impl Ticket {
-    /// How long ago the request arrived.
+    /// For how long it has waited; 0 if that began later than now.
     pub(super) fn age_ms(self, now_ns: u64) -> u32 {
-        ((now_ns / NS_PER_MS) as u32).wrapping_sub(self.arrival_ms)
+        ((now_ns / NS_PER_MS) as u32).wrapping_sub(self.since_ms).cast_signed().max(0).cast_unsigned()
     }
 }
 
@@ -137,9 +137,9 @@ pub(super) struct Flows {
     pub(super) is_fair: bool,
     pub(super) tickets: Vec<Ticket>,
     pub(super) slot_links: Links,
-    /// Requests that have not started, in order of arrival, whatever their flow.
+    /// Requests of which something waits, whatever their flow, longest first.
     age_links: Links,
-    unstarted: List,
+    by_age: List,
     /// Entries of all lists.
     pub(super) num_preempted: usize,
     pub(super) num_listed: usize,
@@ -161,7 +161,7 @@ impl Flows {
             tickets: table_of(Ticket::default(), num_slots),
             slot_links: Links::new(num_slots),
             age_links: Links::new(num_slots),
-            unstarted: List::EMPTY,
+            by_age: List::EMPTY,
             num_preempted: 0,
             num_listed: 0,
         }
@@ -370,7 +370,6 @@ impl Flows {
             }
             None => self.slot_links.push_back(&mut entry.waiting, slot),
         }
-        self.age_links.push_back(&mut self.unstarted, slot);
         self.num_listed += 1;
         self.queue(flow);
     }
@@ -384,7 +383,6 @@ impl Flows {
             }
             None => self.slot_links.remove(&mut entry.waiting, slot),
         }
-        self.age_links.remove(&mut self.unstarted, slot);
         self.num_listed -= 1;
     }
 
@@ -402,9 +400,34 @@ impl Flows {
         self.num_listed -= 1;
     }
 
-    /// Slot of the request that has waited longest of those that have not started.
-    pub(super) fn oldest_unstarted(&self) -> Option<u32> {
-        self.unstarted.first()
+    /// Something of the request in a slot waits, from now on if nothing did before.
+    pub(super) fn begin_wait(&mut self, slot: u32, now_ns: u64) {
+        if !self.age_links.contains(&self.by_age, slot) {
+            self.stamp(slot, now_ns);
+            self.age_links.push_back(&mut self.by_age, slot);
+        }
+    }
+
+    /// Nothing of the request in a slot waits.
+    pub(super) fn end_wait(&mut self, slot: u32) {
+        if self.age_links.contains(&self.by_age, slot) {
+            self.age_links.remove(&mut self.by_age, slot);
+        }
+    }
+
+    /// The request in a slot gets something now.
+    pub(super) fn stamp(&mut self, slot: u32, now_ns: u64) {
+        self.tickets[slot as usize].since_ms = (now_ns / NS_PER_MS) as u32;
+    }
+
+    /// Slot of the request that has waited longest.
+    pub(super) fn longest_waiting(&self) -> Option<u32> {
+        self.by_age.first()
+    }
+
+    /// Whether something of the request in a slot is known to wait.
+    pub(super) fn is_in_wait(&self, slot: u32) -> bool {
+        self.age_links.contains(&self.by_age, slot)
     }
 
     /// Everything that waits, flow by flow.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::choices::Fork;
 use super::lanes::{IS_UNSAMPLED, NO_SLOT};
 use super::{Request, Scheduler};
-use crate::block::{BlockId, Parent};
+use crate::block::{BlockId, NONE, Parent};
 use crate::policy::Class;
 
 impl Scheduler {
@@ -61,6 +61,11 @@ impl Scheduler {
         self.flows.check_invariants();
         let with_deadline = self.requests.iter().flatten().filter(|request| request.next_deadline_ns().is_some());
         assert_eq!(with_deadline.count(), self.deadlines.len(), "deadlines are miscounted");
+        for request in self.requests.iter().flatten() {
+            let mut sequences = self.sequences.siblings(request.first_sequence);
+            let waits = request.is_waiting() || sequences.any(|sequence| self.sequences[sequence].row == NONE);
+            assert_eq!(self.flows.is_in_wait(request.id.slot()), waits, "{:?} waits or does not", request.id);
+        }
         let shielded = self.requests.iter().flatten().filter(|request| request.is_shielded());
         assert_eq!(shielded.count(), self.num_shielded, "shielded requests are miscounted");
         let pinning = self.requests.iter().flatten().filter(|request| !request.pins().is_empty());

@@ -47,6 +47,11 @@ impl Links {
         std::iter::successors(list.first(), |&entry| self.after(entry))
     }
 
+    /// Whether an entry is in a list; it must not be in another one.
+    pub(crate) fn contains(&self, list: &List, entry: u32) -> bool {
+        self.prev[entry as usize] != NONE || list.head == entry
+    }
+
     pub(crate) fn push_back(&mut self, list: &mut List, entry: u32) {
         self.insert_before(list, NONE, entry);
     }
@@ -82,6 +87,7 @@ impl Links {
             NONE => list.tail = prev,
             next => self.prev[next as usize] = prev,
         }
+        (self.prev[entry as usize], self.next[entry as usize]) = (NONE, NONE);
         list.len -= 1;
     }
 }
@@ -103,7 +109,9 @@ mod tests {
         links.insert_before_first(&mut list, 3, |_| false);
         assert_eq!(links.iter(&list).collect::<Vec<_>>(), [1, 4, 7, 3]);
         for entry in [1, 3, 4, 7] {
+            assert!(links.contains(&list, entry));
             links.remove(&mut list, entry);
+            assert!(!links.contains(&list, entry));
         }
         assert_eq!((list.first(), list.len(), other.len()), (None, 0, 1));
     }

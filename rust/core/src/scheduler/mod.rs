@@ -12,6 +12,7 @@
 //! (Kwon et al., SOSP 2023); a token budget shared by decodes and prompt chunks is Sarathi-Serve's (Agrawal et al., OSDI 2024).
 
 mod admit;
+mod aging;
 mod budget;
 mod choices;
 mod commit;
@@ -46,10 +47,11 @@ use crate::policy::Admission;
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
 use admit::PassedBy;
+use aging::Aging;
 use budget::Pace;
 use deadlines::Deadlines;
 use decode::PlannedLanes;
-use displace::{Aging, MostHeld};
+use displace::MostHeld;
 use estimate::Growth;
 use filling::Filling;
 use flows::Flows;
@@ -503,7 +505,8 @@ struct Rules {
     max_overtakes: u8,
     max_preemptions: u8,
     max_prefill_interval: u32,
-    max_batch_pause_steps: u32,
+    /// Steps in which each batch decode runs at least once.
+    batch_period: u32,
     aging_ns: u64,
     aged_share: f64,
     /// Starts of others after which the oldest aged request is next.
@@ -523,7 +526,7 @@ impl Rules {
             max_overtakes: policy.max_overtakes,
             max_preemptions: policy.max_preemptions,
             max_prefill_interval: policy.max_prefill_interval,
-            max_batch_pause_steps: policy.max_batch_pause_steps,
+            batch_period: (policy.max_batch_pause_steps - 1).max(1),
             aging_ns: (policy.aging_s * 1e9) as u64,
             aged_share: policy.aged_share,
             aged_interval: policy.aged_interval(),

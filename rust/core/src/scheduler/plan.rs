@@ -1,8 +1,8 @@
 //! Plan: fill the budget and write the batch.
 //!
 //! Order of service: interactive and standard decodes; their prompts, running ones and newcomers; batch decodes; their prompts. Before all of it
-//! comes who is owed a start (`displace.rs`). Batch decodes come right after the others when these leave room anyway, and after
-//! `max_batch_pause_steps` whatever they leave.
+//! comes who is owed a start (`aging.rs`, `displace.rs`). Batch decodes come right after the others when these leave room anyway; as many as are due for none to pause
+//! longer than `max_batch_pause_steps`, and a share for shielded prompts, are kept from what the others' prompts get.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -68,20 +68,23 @@ impl Scheduler {
 
     fn plan_classes(&mut self, is_paused: bool, now_ns: u64) {
         let mut budget = self.begin_budget();
-        let blocked_from = self.make_way(is_paused, now_ns);
+        let blocked_from = self.make_way(&budget, is_paused, now_ns);
         let num_preemptions = self.stats.num_preemptions;
         let num_lanes = self.lanes.len();
         let num_urgent = self.num_urgent_lanes();
-        let is_batch_due = self.pace.num_batch_due > 0;
+        let num_batch = num_lanes - num_urgent;
+        let num_batch_due = self.pace.due_batch_decodes(num_batch, self.rules.batch_period);
+        // Not even the urgent ones have had room for so long: then they take turns with the others.
+        let is_batch_due = num_batch > 0 && num_batch_due >= num_batch;
         let is_contended =
             budget.is_timed() || self.has_prompts(Class::Interactive) || self.has_prompts(Class::Standard);
         let num_first = if is_batch_due || !is_contended { num_lanes } else { num_urgent };
-        let mut has_left_out = !self.plan_lanes(0..num_first, &mut budget);
+        self.plan_lanes(0..num_first, &mut budget);
         self.close_prefilling_gaps();
         let num_timely = self.chunk_limit(&budget, 0, budget.tokens);
         self.pace.token_budget = (self.planned_lanes.len() + num_timely) as u64;
-        self.plan_shielded(&mut budget);
-        let num_pieces = self.pieces.len();
+        let kept_for_batch = self.keep_for_batch(num_batch_due.min(num_lanes - num_first), &mut budget);
+        let kept_for_aged = self.keep_for_aged(&mut budget, now_ns);
         // After a preemption memory is short: whoever is admitted now would be displaced next.
         let may_admit = |this: &Self, class: Class| {
             (class as usize) < blocked_from && this.stats.num_preemptions == num_preemptions
@@ -91,9 +94,12 @@ impl Scheduler {
             self.plan_prompts(class, &mut budget, may_admit, is_paused);
         }
         if num_first < num_lanes {
-            has_left_out |= !self.plan_batch_lanes(num_first, &mut budget);
+            self.plan_batch_lanes(num_first, &mut budget, kept_for_batch);
             self.close_prefilling_gaps();
         }
+        let num_pieces = self.pieces.len();
+        self.plan_shielded(&mut budget, kept_for_aged);
+        let num_shielded_pieces = self.pieces.len() - num_pieces;
         let may_admit_batch = may_admit(self, Class::Batch);
         self.plan_prompts(Class::Batch, &mut budget, may_admit_batch, is_paused);
         if budget.is_timed() && self.planned_lanes.len() == 0 && self.pieces.is_empty() {
@@ -105,11 +111,11 @@ impl Scheduler {
             }
         }
         self.end_admission();
-        self.note_left_out(num_urgent < num_lanes && has_left_out, self.pieces.len() > num_pieces);
+        self.note_left_out(self.pieces.len() > num_shielded_pieces);
     }
 
     /// Lanes of the classes whose decodes advance in every step.
-    fn num_urgent_lanes(&self) -> usize {
+    pub(super) fn num_urgent_lanes(&self) -> usize {
         let has_batch = self.lanes.orders.last().is_some_and(|order| order.class() == Class::Batch);
         if has_batch { self.lanes.first_from(Order::first_of(Class::Batch)) } else { self.lanes.len() }
     }
@@ -120,15 +126,10 @@ impl Scheduler {
     }
 
     /// Keeps count of those who had to wait.
-    fn note_left_out(&mut self, has_left_out_batch: bool, has_prefilled: bool) {
+    fn note_left_out(&mut self, has_prefilled: bool) {
         let pace = &mut self.pace;
         let is_denied = std::mem::take(&mut pace.has_denied_prompt) && !has_prefilled;
         pace.num_without_prefill = if is_denied { pace.num_without_prefill + 1 } else { 0 };
-        pace.num_batch_pauses = if has_left_out_batch { pace.num_batch_pauses + 1 } else { 0 };
-        if pace.num_batch_due == 0 && pace.num_batch_pauses + 1 >= self.rules.max_batch_pause_steps {
-            let num_batch = self.lanes.len() - self.lanes.first_from(Order::first_of(Class::Batch));
-            pace.num_batch_due = num_batch;
-        }
     }
 
     /// Schedules prompts (or recomputed tokens) of a class that are under way, and admits newcomers, while the budget lasts.
@@ -210,31 +211,6 @@ impl Scheduler {
         }
     }
 
-    /// Schedules some of the prompts of those that started because they were aged, whatever else there is.
-    fn plan_shielded(&mut self, budget: &mut Budget) {
-        if self.num_shielded == 0 {
-            return;
-        }
-        let share = (self.config.max_num_batched_tokens as f64 * self.rules.aged_share) as usize;
-        let mut left = share.max(self.config.block_size).min(budget.tokens);
-        for class in [Class::Standard, Class::Batch] {
-            for index in 0..self.prefilling[class as usize].len() {
-                let row = self.prefilling[class as usize][index];
-                let slot = self.sequences[self.rows.get(row).sequence].slot;
-                if left == 0 || !self.request(slot).is_shielded() {
-                    continue;
-                }
-                let mut part = Budget { tokens: left, time_ns: f64::INFINITY, owed: 0 };
-                let start = self.rows.get(row).num_computed_tokens as usize;
-                let num_tokens = self.plan_chunk(row, &mut part);
-                left -= num_tokens;
-                if num_tokens > 0 {
-                    self.spend_chunk(budget, start, num_tokens);
-                }
-            }
-        }
-    }
-
     /// Schedules the next tokens of a row within `budget`; returns how many, 0 if no time is left, or no logits for a prompt that wants them.
     pub(super) fn plan_chunk(&mut self, row: u32, budget: &mut Budget) -> usize {
         let num_remaining = self.num_remaining_tokens(row);
@@ -254,6 +230,7 @@ impl Scheduler {
         state.is_planned = true;
         let is_sampled = num_tokens == num_remaining;
         let sequence = state.sequence;
+        self.flows.stamp(self.sequences[sequence].slot, self.now_ns);
         let num_logprobs = self.num_logprobs(row, sequence);
         let planned = Planned { row, num_tokens: num_tokens as u32, num_prompt_logits, num_logprobs, is_sampled };
         self.note_filling(planned);

@@ -126,6 +126,7 @@ impl Scheduler {
         let order = sequence.order;
         self.flows.push_preempted(self.flows.of(slot), order, state.sequence);
         self.request_mut(slot).count_preemption();
+        self.note_wait(slot, false);
         self.stats.num_preemptions += 1;
     }
 
