@@ -14,11 +14,11 @@ PROGRAMS = sorted(path.name for path in BENCHES.glob("*.py") if path.name != "ha
 SMALL = [
     *("--num-steps", "5", "--runs", "1", "--num-seqs", "1", "64", "--growth-num-seqs", "64", "256"),
     *("--context", "48", "--long-context", "600", "--waiting", "100", "--pool-blocks", "2000"),
-    *("--in-flight", "16", "--json"),
+    *("--in-flight", "16", "--num-tenants", "8", "--json"),
 ]
 # All but `memory`, which has a test of its own.
 PARTS = [
-    *("steady", "busy", "mixed", "growth", "context", "waiting", "pool"),
+    *("steady", "busy", "mixed", "growth", "context", "waiting", "tenants", "pool"),
     *("submit", "prefix", "publish", "cancel"),
 ]
 EXPECTED_CHECKS = [
@@ -32,6 +32,9 @@ EXPECTED_CHECKS = [
     "exponent of time, 64 to 256 sequences",
     "step of 64 sequences, context 600 to 512",
     "step of 64 sequences, 100 to 10 waiting",
+    "steady decode, 64 sequences, 8 tenants and 3 classes to one of each",
+    "mixed load, 8 tenants and 3 classes to one of each",
+    "mixed load, steps alone, 8 tenants and 3 classes to one of each",
     "step of 24 sequences, pool of 2000 to 1000 blocks",
     "submit, 512 tokens as int32 array",
     "submit, 512 tokens as list of int",

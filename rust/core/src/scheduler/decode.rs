@@ -340,6 +340,9 @@ impl Scheduler {
         for (hash, &lane) in hashes.iter_mut().zip(group) {
             *hash = self.hash_of_full_block(lane as usize);
             self.pool.prefetch(*hash);
+            if self.rules.counts_service {
+                self.flows.prefetch(self.flow_of(self.lanes.rows[lane as usize] as u32));
+            }
         }
         hashes[..group.len()].iter().for_each(|&hash| self.pool.prefetch_further(hash));
         hashes

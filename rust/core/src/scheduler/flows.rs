@@ -18,7 +18,7 @@ use foldhash::fast::FixedState;
 
 use super::lists::{Links, List};
 use super::sequence::Order;
-use crate::memory::table_of;
+use crate::memory::{prefetch, table_of};
 use crate::policy::{Class, Fairness, PolicyConfig};
 
 /// Virtual service of one token at weight 1.
@@ -325,6 +325,11 @@ impl Flows {
     /// Whether something of the class may be waiting; a flow that waits no more may still be counted.
     pub(super) fn may_wait(&self, class: Class) -> bool {
         !self.heaps[class as usize].is_empty()
+    }
+
+    /// Service of a flow is counted soon.
+    pub(super) fn prefetch(&self, flow: u32) {
+        prefetch(std::slice::from_ref(&self.entries[flow as usize].service), 0);
     }
 
     /// Counts service.

@@ -232,7 +232,7 @@ impl Scheduler {
             .sum();
         assert_eq!(self.lanes.total_tokens(), total as u64, "tokens of lanes are miscounted");
         let num_siblings = |request: &Request| self.sequences.siblings(request.first_sequence).count();
-        let num_listed: usize = self.requests.iter().flatten().map(|request| num_siblings(request)).sum();
+        let num_listed: usize = self.requests.iter().flatten().map(num_siblings).sum();
         assert_eq!(num_listed, self.sequences.iter().count(), "a sequence belongs to no request");
     }
 

@@ -193,6 +193,9 @@ impl Rows {
     pub(crate) fn prefetch(&self, row: u32, column: u32) {
         prefetch(&self.states, row as usize);
         prefetch(&self.tables.ids, row as usize * self.tables.max_blocks + column as usize);
+        if !self.accounts.is_empty() {
+            prefetch(&self.accounts, row as usize);
+        }
     }
 
     /// Blocks of a row's sequence, first to last.
