@@ -61,7 +61,9 @@ class Load:
             self._submit()
 
     def _submit(self) -> None:
-        ids = real.prompt(self._random, self._length(MIN_PROMPT, MAX_PROMPT))
+        num_tokens = self._length(MIN_PROMPT, MAX_PROMPT)
+        vocab_size = self._engine.scheduler.config.vocab_size
+        ids = real.prompt(self._random, num_tokens, vocab_size)
         params = SamplingParams(
             max_tokens=self._length(MIN_OUTPUT, MAX_OUTPUT),
             ignore_eos=True,

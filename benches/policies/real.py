@@ -1,4 +1,4 @@
-"""What the benches of the policy that run a real model share: their options, and its steps' work."""
+"""What the benches of the policy that run a real model share: options, and the steps' work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--model", type=Path, help=f"a GGUF file or folder; default: {KNOWN}")
+    result.add_argument("--model", help=f"a GGUF file or folder; default: {KNOWN}")
     result.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores"
     )
@@ -33,12 +33,12 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def model(options: argparse.Namespace) -> str:
     """The model to run; the known one is fetched if it is not here."""
-    return str(options.model or hub.pull(KNOWN))
+    return options.model or str(hub.pull(KNOWN))
 
 
-def prompt(random: np.random.Generator, num_tokens: int, vocab_size: int = 49_152) -> list[int]:
-    """Random ids, so that no prompt begins like another; the first hundred ids are special."""
-    ids: list[int] = random.integers(100, vocab_size, size=num_tokens).tolist()
+def prompt(random: np.random.Generator, num_tokens: int, vocab_size: int) -> list[int]:
+    """Random ids, so that no prompt begins like another; the first ids are often special."""
+    ids: list[int] = random.integers(vocab_size // 100 + 1, vocab_size, size=num_tokens).tolist()
     return ids
 
 
