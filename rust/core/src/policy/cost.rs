@@ -24,7 +24,7 @@ const MIN_OBSERVATIONS: u64 = 8;
 /// Drift of a coefficient by itself in one step, as a part of it.
 const DRIFT: f64 = 0.005;
 /// Drift of all coefficients together in one step, as a part of the usual error: what is seen of a machine's speed is half forgotten after
-/// one or two steps. (From 0.3 to 0.8 there was no difference on a real engine.)
+/// one or two steps. (From 0.3 to 1.2 there was little difference on a real engine; more spoils what is known on a steady one.)
 const COMMON_DRIFT: f64 = 0.5;
 /// Errors count up to this many times the usual one.
 const CLIP: f64 = 4.0;
