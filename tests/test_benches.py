@@ -62,7 +62,7 @@ def document(result: subprocess.CompletedProcess[str]) -> dict:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_bench_explains_its_options(program, monkeypatch, capsys):
     """In this process, which may have imported torch already."""
-    if program in ("attention.py", "sampling.py"):
+    if program in ("attention.py", "sampling.py", *ENGINE_BENCHES):
         pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(BENCHES))
     monkeypatch.setattr(sys, "argv", [program, "--help"])
@@ -200,6 +200,58 @@ def test_a_bench_of_the_policy_reports_every_check_and_draws(program, tmp_path, 
     assert [check["name"] for check in report["checks"]] == names
     assert all(set(check) == {"name", "value", "unit", "goal", "ok"} for check in report["checks"])
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+# Of the benches that run a model: checks and results. The model is a tiny one here.
+ENGINE_BENCHES = {
+    "step_model.py": (
+        ["--seeds", "0"],
+        ["0"],
+        [
+            "median error of the predicted step after 20 steps, worst run",
+            "time of a step in stats() to a stop-watch's, median difference",
+        ],
+    ),
+    "engine_policy.py": (
+        [],
+        ["priority", "fairness", "target"],
+        [
+            "priority: longest TTFT of the interactive, fair to fcfs",
+            "fairness: longest TTFT of the polite tenant, fair to fcfs",
+            "target: ITL p99, with to without",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("program", ENGINE_BENCHES)
+def test_a_bench_of_the_engine_reports_every_check_and_draws(program, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    import kit
+
+    arguments, results, checks = ENGINE_BENCHES[program]
+    model = kit.tiny(tmp_path / "model", max_position_embeddings=2048)
+    plot = tmp_path / "plot.png"
+    quick = ["--quick", "--threads", "1", "--model", str(model), "--json", "--plot", str(plot)]
+    report = document(run(program, *quick, *arguments))
+    assert report["bench"] == program.removesuffix(".py")
+    assert list(report["results"]) == results
+    assert [check["name"] for check in report["checks"]] == checks
+    assert all(check["value"] > 0 for check in report["checks"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_best_fit_of_steps_is_found_beside_outliers(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHES))
+    pytest.importorskip("torch")
+    module = runpy.run_path(str(BENCHES / "step_model.py"))
+    random = np.random.default_rng(0)
+    features = np.column_stack([np.ones(200), random.integers(1, 1000, (200, 3))])
+    coefficients = np.array([5e6, 3e4, 4e3, 1e4])
+    times = features @ coefficients
+    times[::10] *= 5
+    assert module["best_fit"](features, times) == pytest.approx(coefficients, rel=0.01)
 
 
 def simulate(monkeypatch, streams, **settings):

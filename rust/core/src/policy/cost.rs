@@ -1,9 +1,10 @@
 //! What a step costs, learned while the engine runs: `t = a + b * new_tokens + c * kv_tokens_read + d * attn_pairs`.
 //!
-//! A Kalman filter over the four coefficients (Kalman, 1960): each step is one observation whose noise is taken as a part of its time, and the
-//! coefficients may drift a little. So a stretch of steps that are all alike says nothing about the coefficients it cannot tell apart, and
-//! spoils none of them. Errors beyond a few times the usual one count only that much: one slow step says little; several in a row, all slow
-//! or all fast, mean that the machine has changed its speed.
+//! A Kalman filter over the four coefficients (Kalman, 1960): each step is one observation whose noise is taken as a part of its time. The
+//! coefficients drift together, since a machine that others use, or that gets hot, is slower at everything at once; and each may drift a little
+//! by itself. So a stretch of steps that are all alike tells how fast the machine is, says nothing about the proportions of coefficients that it
+//! cannot tell apart, and spoils none of them. Errors beyond a few times the usual one count only that much: one slow step says little; several
+//! in a row, all slow or all fast, mean that the machine has changed its speed.
 
 /// What a step has to do.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -20,14 +21,15 @@ pub struct StepWork {
 const UNITS: [f64; 4] = [1.0, 64.0, 16_384.0, 1_048_576.0];
 /// Observations before anything is predicted.
 const MIN_OBSERVATIONS: u64 = 8;
-/// Drift of a coefficient in one step, as a part of itself.
-const DRIFT: f64 = 0.002;
+/// Drift of a coefficient by itself in one step, as a part of it.
+const DRIFT: f64 = 0.005;
+/// Drift of all coefficients together in one step, as a part of the usual error: what is seen of a machine's speed is half forgotten after
+/// one or two steps. (From 0.3 to 1.2 there was little difference on a real engine; more spoils what is known on a steady one.)
+const COMMON_DRIFT: f64 = 0.5;
 /// Errors count up to this many times the usual one.
 const CLIP: f64 = 4.0;
 /// Least error that is taken as usual: no clock and no machine is better.
 const MIN_ERROR: f64 = 0.005;
-/// Large errors in a row, all of one sign, that mean a change of speed.
-const CHANGE_LEN: u32 = 6;
 
 /// The model.
 ///
@@ -50,21 +52,11 @@ pub struct CostModel {
     num_observations: u64,
     /// Running median of the relative error of predictions.
     error: f64,
-    /// Large errors in a row: how many, and whether the steps were slower.
-    num_large: u32,
-    was_slower: bool,
 }
 
 impl Default for CostModel {
     fn default() -> Self {
-        Self {
-            coefficients: [0.0; 4],
-            covariance: [[0.0; 4]; 4],
-            num_observations: 0,
-            error: 0.1,
-            num_large: 0,
-            was_slower: false,
-        }
+        Self { coefficients: [0.0; 4], covariance: [[0.0; 4]; 4], num_observations: 0, error: 0.1 }
     }
 }
 
@@ -78,6 +70,11 @@ fn dot(a: &[f64; 4], b: &[f64; 4]) -> f64 {
 }
 
 impl CostModel {
+    /// A model that has learned nothing and takes it that a step's time is that of its tokens alone.
+    pub(crate) fn per_token(time_ns: f64) -> Self {
+        Self { coefficients: [0.0, time_ns * UNITS[1], 0.0, 0.0], ..Self::default() }
+    }
+
     /// Learns from a step that took `time_ns`.
     pub fn observe(&mut self, work: StepWork, time_ns: u64) {
         let (features, time) = (features(work), time_ns as f64);
@@ -96,52 +93,48 @@ impl CostModel {
             let grows = relative > self.error;
             self.error = (self.error * if grows { 1.05 } else { 1.0 / 1.05 }).clamp(1e-4, 0.5);
             let limit = CLIP * usual * predicted.max(time * 0.1);
-            if error.abs() > limit {
-                if self.note_large(error > 0.0) {
-                    self.change_speed(time / predicted);
-                    return;
-                }
-                error = error.clamp(-limit, limit);
-            } else {
-                self.num_large = 0;
-            }
+            error = error.clamp(-limit, limit);
         }
+        self.drift(usual);
         self.correct(&features, error, usual * time);
+        self.keep_positive();
     }
 
-    /// Counts a large error; returns whether there were so many that the speed has changed.
-    fn note_large(&mut self, is_slower: bool) -> bool {
-        self.num_large = if self.was_slower == is_slower { self.num_large + 1 } else { 1 };
-        self.was_slower = is_slower;
-        self.num_large >= CHANGE_LEN
-    }
-
-    /// Everything takes so many times as long as it did, as far as is known.
-    fn change_speed(&mut self, factor: f64) {
-        let factor = factor.clamp(0.25, 4.0);
-        self.num_large = 0;
+    fn drift(&mut self, usual: f64) {
+        let common = COMMON_DRIFT * usual;
+        let x = self.coefficients;
         for row in 0..4 {
-            self.coefficients[row] *= factor;
-            for column in 0..4 {
-                self.covariance[row][column] *= 4.0 * factor * factor;
+            let drift = common * common * x[row];
+            for (entry, other) in self.covariance[row].iter_mut().zip(x) {
+                *entry += drift * other;
             }
+            self.covariance[row][row] += DRIFT * DRIFT * x[row] * x[row];
         }
     }
 
     fn correct(&mut self, features: &[f64; 4], error: f64, noise: f64) {
-        for index in 0..4 {
-            let drift = DRIFT * self.coefficients[index];
-            self.covariance[index][index] += drift * drift;
-        }
         let spread: [f64; 4] = std::array::from_fn(|row| dot(&self.covariance[row], features));
         let scale = 1.0 / (dot(&spread, features) + noise * noise);
         for row in 0..4 {
             let gain = spread[row] * scale;
-            self.coefficients[row] = (self.coefficients[row] + gain * error).max(0.0);
+            self.coefficients[row] += gain * error;
             for (entry, spread) in self.covariance[row].iter_mut().zip(spread) {
                 *entry -= gain * spread;
             }
         }
+    }
+
+    /// Nothing takes negative time. What a coefficient loses or gains here, the others make up for as far as it cannot be told from theirs.
+    fn keep_positive(&mut self) {
+        for index in 0..4 {
+            let (value, variance) = (self.coefficients[index], self.covariance[index][index]);
+            if value < 0.0 && variance > 0.0 {
+                for (coefficient, row) in self.coefficients.iter_mut().zip(&self.covariance) {
+                    *coefficient -= row[index] / variance * value;
+                }
+            }
+        }
+        self.coefficients = self.coefficients.map(|value| value.max(0.0));
     }
 
     /// Whether enough was observed to predict anything.

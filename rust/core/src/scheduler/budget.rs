@@ -31,6 +31,8 @@ impl Budget {
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     pub(super) cost: CostModel,
+    /// What steps with a target are planned by until `cost` has learned.
+    guess: CostModel,
     /// Work of the batch in flight.
     work: StepWork,
     /// When it was planned.
@@ -52,6 +54,20 @@ pub(super) struct Pace {
 }
 
 impl Pace {
+    /// What the plan being made goes by.
+    fn model(&self) -> &CostModel {
+        if self.cost.is_ready() { &self.cost } else { &self.guess }
+    }
+
+    /// Takes it that the last step's time was that of its tokens alone, and that twice as many are the most to dare: so steps grow until they
+    /// take as long as they may. Only after a step that was much too long (before anything decoded) the next may be too long by the part that
+    /// does not shrink with the tokens. A block counts as known.
+    fn guess(&mut self, target_ns: f64, block_size: usize) {
+        let num_tokens = self.work.new_tokens.max(block_size as u64) as f64;
+        let time_ns = (self.last_step_ns as f64).max(target_ns / 2.0);
+        self.guess = CostModel::per_token(time_ns / num_tokens);
+    }
+
     /// A batch was planned.
     pub(super) fn begin_step(&mut self, work: StepWork, now_ns: u64) {
         self.work = work;
@@ -144,7 +160,11 @@ impl Scheduler {
                 let base = self.pace.cost.coefficients()[0];
                 target * (1.0 - self.pace.cost.relative_error().min(0.5)) - base
             }
-            _ => f64::INFINITY,
+            Some(target) => {
+                self.pace.guess(target, self.config.block_size);
+                target
+            }
+            None => f64::INFINITY,
         };
         let is_owed = self.pace.num_without_prefill + 1 >= self.rules.max_prefill_interval;
         Budget { tokens, time_ns, owed: if is_owed { self.config.block_size } else { 0 } }
@@ -156,7 +176,7 @@ impl Scheduler {
         if !budget.is_timed() {
             return wanted;
         }
-        let timely = self.pace.cost.max_chunk(budget.time_ns, start as u64, wanted as u64) as usize;
+        let timely = self.pace.model().max_chunk(budget.time_ns, start as u64, wanted as u64) as usize;
         timely.max(budget.owed.min(wanted))
     }
 
@@ -165,7 +185,7 @@ impl Scheduler {
         budget.tokens -= num_tokens;
         budget.owed = 0;
         if budget.is_timed() {
-            budget.time_ns -= self.pace.cost.chunk_ns(start as u64, num_tokens as u64);
+            budget.time_ns -= self.pace.model().chunk_ns(start as u64, num_tokens as u64);
         }
     }
 
@@ -178,7 +198,7 @@ impl Scheduler {
     pub(super) fn spend_decodes(&self, budget: &mut Budget, num_seqs: usize, num_kv_tokens: u64) {
         budget.tokens -= num_seqs;
         if budget.is_timed() {
-            budget.time_ns -= self.pace.cost.decode_ns(num_seqs as u64, num_kv_tokens);
+            budget.time_ns -= self.pace.model().decode_ns(num_seqs as u64, num_kv_tokens);
         }
     }
 }

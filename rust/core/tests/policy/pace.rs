@@ -3,7 +3,7 @@
 use cbrs_core::policy::Class;
 use cbrs_core::{RequestSpec, SchedulerConfig};
 
-use crate::rig::{Rig, config, request};
+use crate::rig::{CPU, GPU, Rig, config, request};
 
 fn large() -> SchedulerConfig {
     SchedulerConfig { max_num_batched_tokens: 8192, max_model_len: 60_000, ..config(80, 40_000) }
@@ -115,4 +115,28 @@ fn without_a_target_nothing_is_held_back() {
     let prompt = rig.submit(request(Class::Standard, "", 900, 12_000), 2).expect("it fits");
     rig.step();
     assert_eq!(rig.scheduled(prompt), 8192 - 64);
+}
+
+#[test]
+fn no_step_is_much_too_long_before_the_cost_is_known() {
+    for (profile, target_ms, num_seqs) in
+        [(GPU, 50.0, 64), (GPU, 20.0, 1), (CPU, 150.0, 64), (CPU, 150.0, 3), (CPU, 60.0, 1)]
+    {
+        let mut rig = Rig::new(large());
+        rig.profile = profile;
+        let spec = |seed| RequestSpec { target_itl_ms: Some(target_ms), ..request(Class::Standard, "", seed, 500) };
+        let ids: Vec<u64> = (0..num_seqs).map(|seed| rig.submit(spec(seed), 3000).expect("it fits")).collect();
+        let long = rig.submit(request(Class::Standard, "", 900, 30_000), 20).expect("it fits");
+        let mut num_steps = 0;
+        while rig.requests[&long].tokens.is_empty() {
+            rig.step();
+            num_steps += 1;
+        }
+        let worst = ids.iter().map(|&id| worst_itl_ms(&rig, id, 0)).fold(0.0, f64::max);
+        assert!(worst <= 1.5 * target_ms, "{profile:?}, {num_seqs}: {worst} ms, target {target_ms} ms");
+        // What a step of the target's length computes of the long prompt, and no less than half of that.
+        let tokens = (target_ms * 1e6 - profile.a as f64) / profile.b as f64 - num_seqs as f64;
+        let fewest = (30_000 + 500 * num_seqs) as f64 / tokens.min(8192.0);
+        assert!(f64::from(num_steps) <= 2.0 * fewest + 16.0, "{profile:?}: {num_steps} steps, at least {fewest}");
+    }
 }

@@ -19,6 +19,8 @@ pub(crate) struct Profile {
 
 /// A GPU with a small model.
 pub(crate) const GPU: Profile = Profile { a: 5_000_000, b: 30_000, c: 40 };
+/// A CPU with one.
+pub(crate) const CPU: Profile = Profile { a: 6_000_000, b: 250_000, c: 500 };
 
 /// What is known of a request.
 #[derive(Debug, Clone)]
