@@ -102,11 +102,11 @@ impl Pace {
     }
 
     pub(super) fn chunk_ns(&self, start: usize, num_tokens: usize) -> f64 {
-        self.cost.chunk_ns(start as u64, num_tokens as u64)
+        self.model().chunk_ns(start as u64, num_tokens as u64)
     }
 
     pub(super) fn decode_ns(&self, num_seqs: usize, num_kv_tokens: u64) -> f64 {
-        self.cost.decode_ns(num_seqs as u64, num_kv_tokens)
+        self.model().decode_ns(num_seqs as u64, num_kv_tokens)
     }
 
     pub(super) fn add_target(&mut self, target_us: u32) {

@@ -195,10 +195,10 @@ impl Scheduler {
     fn num_timely_decodes(&self, range: Range<usize>, budget: &Budget) -> usize {
         let counts = self.lanes.num_tokens[range.clone()].iter().map(|&count| count as u64);
         let (longest, total) = counts.fold((0, 0), |(longest, total), count| (count.max(longest), total + count));
-        if self.pace.cost.decode_ns(range.len() as u64, total) <= budget.time_ns {
+        if self.pace.decode_ns(range.len(), total) <= budget.time_ns {
             return usize::MAX;
         }
-        let each = self.pace.cost.decode_ns(1, longest).max(1.0);
+        let each = self.pace.decode_ns(1, longest).max(1.0);
         (budget.time_ns.max(0.0) / each) as usize
     }
 

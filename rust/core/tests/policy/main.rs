@@ -3,7 +3,8 @@
 //! | module | what it checks |
 //! | --- | --- |
 //! | `rig` | a scripted model, a clock, and what must hold after every step whatever the policy |
-//! | `classes` | who is served and displaced by class; pauses of batch work; aging |
+//! | `classes` | who is served and displaced by class; pauses of batch work |
+//! | `aging` | who has waited long |
 //! | `tenants` | shares, displacement, caps |
 //! | `deadlines` | order, expiry |
 //! | `pace` | budgets in time |
@@ -13,6 +14,7 @@
 #[path = "../behaviour/rng.rs"]
 mod rng;
 
+mod aging;
 mod classes;
 mod deadlines;
 mod memory;

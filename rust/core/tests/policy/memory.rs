@@ -1,7 +1,7 @@
 //! Memory: admission by the estimated peak, victims, and requests that do not fit.
 
 use cbrs_core::policy::{Admission, Class, Victim};
-use cbrs_core::{Policy, SchedulerConfig};
+use cbrs_core::{Policy, RequestSpec, SchedulerConfig};
 
 use crate::rig::{Rig, config, request};
 use crate::rng::Rng;
@@ -106,4 +106,53 @@ fn with_fcfs_nobody_passes() {
     let small = rig.submit(request(Class::Standard, "", 20, 10), 30).expect("it fits");
     rig.drain();
     assert!(rig.requests[&large].first_step <= rig.requests[&small].first_step);
+}
+
+#[test]
+fn a_higher_class_displaces_lower_work_whose_growth_is_reserved() {
+    for admission in [Admission::Prompt, Admission::Estimated, Admission::Guaranteed] {
+        let mut rig = Rig::fair(config(32, 200), |rules| rules.admission = admission);
+        // Outputs up to now were long, so that much is reserved for those that run.
+        for seed in 0..10 {
+            rig.submit(request(Class::Batch, "", seed, 20), 300).expect("it fits");
+        }
+        rig.drain();
+        for seed in 20..50 {
+            rig.submit(request(Class::Batch, "", seed, 20), 2000).expect("it fits");
+        }
+        for _ in 0..10 {
+            rig.step();
+        }
+        let urgent = rig.submit(request(Class::Interactive, "", 99, 2400), 10).expect("it fits");
+        // The first plan finds that it lacks memory, the second one makes room.
+        rig.step();
+        rig.step();
+        assert!(rig.scheduled(urgent) > 0, "{admission:?}: it has to wait");
+        rig.drain();
+    }
+}
+
+#[test]
+fn nobody_is_displaced_for_a_tenant_that_could_not_start_even_then() {
+    for admission in [Admission::Estimated, Admission::Guaranteed] {
+        let mut rig = Rig::fair(config(16, 128), |rules| rules.admission = admission);
+        for seed in 0..10 {
+            let spec = RequestSpec { max_tokens: Some(60), ..request(Class::Standard, "a", seed, 100) };
+            rig.submit(spec, 60).expect("it fits");
+        }
+        for _ in 0..4 {
+            rig.step();
+        }
+        let spec = RequestSpec { max_tokens: Some(700), ..request(Class::Standard, "b", 99, 640) };
+        let large = rig.submit(spec, 700).expect("it fits");
+        let mut num_steps = 0;
+        while rig.requests[&large].first_step.is_none() {
+            rig.step();
+            num_steps += 1;
+            assert!(num_steps < 500, "{admission:?}: it never starts");
+        }
+        // At most each once.
+        assert!(rig.submitter().stats().num_displacements <= 10, "{admission:?}: displaced in vain");
+        rig.drain();
+    }
 }

@@ -87,6 +87,35 @@ fn a_prompt_gets_a_chunk_in_every_eighth_step_even_if_the_target_cannot_be_met()
 }
 
 #[test]
+fn a_prompt_gets_its_chunk_in_every_eighth_step_beside_a_shielded_one() {
+    let mut rig = Rig::fair(large(), |rules| {
+        rules.aging_s = 0.1;
+        rules.aged_share = 1.0;
+    });
+    let _ids = decoding(&mut rig, 60, None);
+    let spec = RequestSpec { target_itl_ms: Some(1.0), ..request(Class::Standard, "", 800, 10) };
+    let hasty = rig.submit(spec, 3000).expect("it fits");
+    while rig.requests[&hasty].tokens.len() < 5 {
+        rig.step();
+    }
+    let shielded = rig.submit(request(Class::Batch, "", 801, 14_000), 2).expect("it fits");
+    let until_ns = rig.now_ns + 2_000_000_000;
+    while rig.now_ns < until_ns {
+        rig.step();
+    }
+    assert!(rig.is_running(shielded) && rig.requests[&shielded].tokens.is_empty(), "it goes on for long");
+    let prompt = rig.submit(request(Class::Interactive, "", 900, 100), 2).expect("it fits");
+    let (mut without, mut num_shielded) = (0, 0);
+    while rig.requests[&prompt].tokens.is_empty() {
+        rig.step();
+        without = if rig.scheduled(prompt) == 0 { without + 1 } else { 0 };
+        assert!(without < 8, "it gets nothing for {without} steps");
+        num_shielded += rig.scheduled(shielded);
+    }
+    assert!(num_shielded > 0, "and the shielded one goes on");
+}
+
+#[test]
 fn batch_decodes_give_way_to_a_target() {
     let mut rig = Rig::new(large());
     rig.profile.b = 300_000;
@@ -103,8 +132,8 @@ fn batch_decodes_give_way_to_a_target() {
     let mut times: Vec<f64> =
         rig.requests[&ids[0]].times_ns[from..].windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
     times.sort_unstable_by(f64::total_cmp);
-    // Once in 32 steps all batch decodes are due.
-    assert!(times[times.len() * 9 / 10] <= 13.2, "{}", times[times.len() * 9 / 10]);
+    let worst = times[times.len() - 1];
+    assert!(worst <= 1.1 * 12.0, "{worst}: the batch decodes that are due are spread over the steps");
     assert!(batch.iter().all(|id| rig.requests[id].tokens.len() > 4), "and all of them advance");
 }
 

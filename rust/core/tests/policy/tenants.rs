@@ -208,3 +208,20 @@ fn each_token_counts_once_against_the_rate() {
         rig.drain();
     }
 }
+
+#[test]
+fn a_tenant_displaces_at_the_cap_of_its_class_too() {
+    let mut rig = Rig::fair(config(16, 2048), |rules| {
+        rules.classes[Class::Standard as usize].max_num_seqs = Some(8);
+    });
+    for seed in 0..20 {
+        rig.submit(request(Class::Standard, "flood", seed, 20), 400).expect("it fits");
+    }
+    for _ in 0..4 {
+        rig.step();
+    }
+    let polite = rig.submit(request(Class::Standard, "polite", 99, 20), 4).expect("it fits");
+    rig.step();
+    assert!(rig.scheduled(polite) > 0, "the rows of the class are what is scarce");
+    rig.drain();
+}
