@@ -75,18 +75,21 @@ impl Scheduler {
         }
         let growth = &self.growth;
         let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
-        let peak = growth.peak.peak_with(Candidate {
+        let candidate = Candidate {
             survival: growth.lengths.survival(needs.class, needs.num_generated),
             num_left: needs.num_left,
             num_held: num_own,
             block_size: self.config.block_size as u32,
-        });
+        };
+        let peak = growth.peak.peak_with(candidate, self.config.num_blocks);
         (peak.saturating_sub(growth.num_held + u64::from(num_own))) as usize
     }
 
     fn estimate_running(&mut self) {
-        self.growth.lengths.refresh();
-        self.growth.peak.clear();
+        let generated = |lane: usize| (self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane]) as u32;
+        let lanes = (0..self.lanes.len()).filter(|&lane| self.lanes.row(lane).is_some());
+        self.growth.lengths.refresh(lanes.map(|lane| (self.lanes.orders[lane].class(), generated(lane))));
+        self.growth.peak.clear(self.pool.num_used() as f64 / self.num_running() as f64);
         self.growth.num_held = 0;
         self.growth.step_id = self.step_id;
         for lane in 0..self.lanes.len() {
