@@ -47,6 +47,8 @@ struct History {
     /// By bucket of the tokens that are out; made when it is asked for.
     tables: Vec<Survival>,
     num_new: u32,
+    /// Outputs under way, by bucket of the tokens that are out.
+    num_running: [u32; NUM_BUCKETS],
 }
 
 impl Default for History {
@@ -57,7 +59,14 @@ impl Default for History {
             let end = if index + 1 < NUM_BUCKETS { stays(start_of(index + 1)) } else { 0.0 };
             PRIOR_WEIGHT * (stays(start_of(index)) - end)
         });
-        Self { counts, weight: PRIOR_WEIGHT, mean: PRIOR_MEAN, tables: Vec::new(), num_new: REFRESH }
+        Self {
+            counts,
+            weight: PRIOR_WEIGHT,
+            mean: PRIOR_MEAN,
+            tables: Vec::new(),
+            num_new: REFRESH,
+            num_running: [0; NUM_BUCKETS],
+        }
     }
 }
 
@@ -73,25 +82,44 @@ impl History {
         self.num_new += 1;
     }
 
-    /// Outputs of at least `len` tokens, by weight; within a bucket they are spread evenly.
-    fn at_least(&self, suffix: &[f64; NUM_BUCKETS + 1], len: u32) -> f64 {
-        let index = bucket(len);
-        let (start, end) = (start_of(index), start_of(index + 1));
-        let part = if index + 1 == NUM_BUCKETS { 1.0 } else { (end - f64::from(len)) / (end - start) };
-        suffix[index + 1] + self.counts[index] * part
+    /// Outputs of at least the length where each bucket starts, by weight.
+    ///
+    /// Those under way are known to come at least as far as they are (Kaplan and Meier's estimate). Without them the long ones would be
+    /// underestimated as long as most of them have not ended, which is when the engine fills for the first time.
+    fn at_least_start(&self) -> [f64; NUM_BUCKETS + 1] {
+        // From the last bucket on: those at risk of ending in it. Whoever is in the bucket has seen half of it.
+        let mut part_ending = [0.0; NUM_BUCKETS];
+        let (mut num_ended, mut num_beyond) = (0.0, 0.0);
+        for index in (0..NUM_BUCKETS).rev() {
+            let here = f64::from(self.num_running[index]);
+            num_ended += self.counts[index];
+            let at_risk = num_ended + num_beyond + here / 2.0;
+            part_ending[index] = if at_risk > 0.0 { self.counts[index] / at_risk } else { 1.0 };
+            num_beyond += here;
+        }
+        let mut at_least = [0.0; NUM_BUCKETS + 1];
+        at_least[0] = self.weight;
+        for index in 0..NUM_BUCKETS - 1 {
+            at_least[index + 1] = at_least[index] * (1.0 - part_ending[index]);
+        }
+        at_least
     }
 
     fn refresh(&mut self) {
         self.num_new = 0;
-        let mut suffix = [0.0; NUM_BUCKETS + 1];
-        for index in (0..NUM_BUCKETS).rev() {
-            suffix[index] = suffix[index + 1] + self.counts[index];
-        }
+        let at_start = self.at_least_start();
+        // Within a bucket they are spread evenly.
+        let at_least = |len: u32| {
+            let index = bucket(len);
+            let (start, end) = (start_of(index), start_of(index + 1));
+            let part = if index + 1 == NUM_BUCKETS { 1.0 } else { (end - f64::from(len)) / (end - start) };
+            at_start[index + 1] + (at_start[index] - at_start[index + 1]) * part
+        };
         self.tables.clear();
         for index in 0..NUM_BUCKETS {
             let generated = start_of(index) as u32;
-            let now = self.at_least(&suffix, generated + 1);
-            let later = HORIZONS.map(|horizon| self.at_least(&suffix, generated.saturating_add(horizon + 1)));
+            let now = at_least(generated + 1);
+            let later = HORIZONS.map(|horizon| at_least(generated.saturating_add(horizon + 1)));
             // Longer than all that was seen: as long again.
             let unknown = |horizon: u32| if horizon <= generated { 1.0 } else { 0.0 };
             let is_known = now > 0.01;
@@ -119,8 +147,18 @@ impl LengthHistory {
         self.classes[class as usize].mean
     }
 
-    /// Makes the tables that `survival` reads up to date; they change after every few ends.
-    pub fn refresh(&mut self) {
+    /// Makes the tables that `survival` reads up to date; they change after every few ends. `running` tells the class of each output under
+    /// way, and how many tokens are out.
+    pub fn refresh(&mut self, running: impl Iterator<Item = (Class, u32)>) {
+        if self.classes.iter().all(|class| class.num_new < REFRESH) {
+            return;
+        }
+        for class in &mut self.classes {
+            class.num_running = [0; NUM_BUCKETS];
+        }
+        for (class, num_generated) in running {
+            self.classes[class as usize].num_running[bucket(num_generated)] += 1;
+        }
         for class in &mut self.classes {
             if class.num_new >= REFRESH {
                 class.refresh();
@@ -153,7 +191,7 @@ mod tests {
     #[test]
     fn survival_follows_what_was_seen() {
         let mut history = LengthHistory::default();
-        history.refresh();
+        history.refresh(std::iter::empty());
         let prior = *history.survival(Class::Batch, 0);
         assert!((prior[9] - 0.37).abs() < 0.05, "the prior is geometric: {}", prior[9]);
         // Half of the outputs have 64 tokens, half 1,024.
@@ -161,7 +199,7 @@ mod tests {
             history.observe(Class::Standard, 64);
             history.observe(Class::Standard, 1024);
         }
-        history.refresh();
+        history.refresh(std::iter::empty());
         assert!((history.mean(Class::Standard) - 544.0).abs() < 30.0);
         let at = |horizon| HORIZONS.iter().position(|&other| other == horizon).expect("it is looked at");
         let fresh = history.survival(Class::Standard, 0);
@@ -174,5 +212,19 @@ mod tests {
         assert!(longest[at(2048)] > 0.9 && longest[at(8192)] < 0.1, "{longest:?}");
         let untouched = history.survival(Class::Batch, 0).map(f32::to_bits);
         assert_eq!(untouched, prior.map(f32::to_bits), "classes do not learn from each other");
+    }
+
+    #[test]
+    fn outputs_under_way_count_as_long_as_they_are() {
+        let mut history = LengthHistory::default();
+        // 64 have started together; the 32 that have ended had 8 tokens, the others are at 64.
+        for _ in 0..32 {
+            history.observe(Class::Standard, 8);
+        }
+        history.refresh(std::iter::repeat_n((Class::Standard, 64), 32));
+        let at = |horizon| HORIZONS.iter().position(|&other| other == horizon).expect("it is looked at");
+        let fresh = history.survival(Class::Standard, 0)[at(32)];
+        // Half, and the 8 that are assumed of which about 7 come so far: (32 + 7) / (64 + 8).
+        assert!((fresh - 39.0 / 72.0).abs() < 0.02, "{fresh}");
     }
 }

@@ -1,20 +1,30 @@
 //! The most blocks that the running sequences will hold at once, as far as it can be foreseen.
 //!
 //! Each sequence grows by a block every `block_size` tokens, and gives all its blocks back when it ends; how likely it is to run so long is
-//! known from the lengths of earlier outputs. So the blocks held at some time in the future have an expected number and a variance; the
-//! estimate is the worst over a few dozen horizons. Looking ahead to the peak is the idea of the "past-future scheduler" (Gong et al., ASPLOS
-//! 2025), which draws one length for each sequence; here the whole distribution counts, so that nothing is drawn and one candidate costs one pass.
+//! known from the lengths of earlier outputs. So at some time in the future there is a number of blocks that are held at most (nobody ends),
+//! and of those given back until then an expected number and a variance. What is given back is never negative, and one large sequence must
+//! not hide how surely many small ones end: of the blocks that a sequence holds now, as many count as given back as sequences hold on
+//! average. The estimate is the worst over a few dozen horizons. Looking ahead to the peak is the idea of the "past-future scheduler" (Gong
+//! et al., ASPLOS 2025), which draws one length for each sequence; here the whole distribution counts, so that nothing is drawn and one
+//! candidate costs one pass.
 
 use super::lengths::{HORIZONS, Survival};
 
-/// Standard deviations above the expected number for which there must be room.
+/// Standard deviations by which less may be given back than expected.
 const SAFETY: f64 = 3.0;
+/// The room that this needs is bounded by a part of the pool, since idle memory costs more than a rare preemption; but fewer deviations
+/// than `LEAST_SAFETY` are never assumed.
+const MAX_RESERVE: f64 = 1.0 / 32.0;
+const LEAST_SAFETY: f64 = 2.25;
 
-/// Expected blocks, and their variance, at each horizon.
+/// Blocks at each horizon: held if nobody ends, expected back, and the variance of these.
 #[derive(Debug, Default)]
 pub struct PeakEstimate {
-    mean: [f64; HORIZONS.len()],
+    most: [f64; HORIZONS.len()],
+    released: [f64; HORIZONS.len()],
     variance: [f64; HORIZONS.len()],
+    /// Blocks held now that one sequence counts as giving back at most.
+    max_released: f64,
 }
 
 /// One sequence.
@@ -31,47 +41,55 @@ pub struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    /// Expected blocks and their variance at a horizon.
-    fn at(&self, index: usize) -> (f64, f64) {
+    /// Blocks that it holds at a horizon if it still runs; those expected back if not, and the variance of these.
+    fn at(&self, index: usize, max_released: f64) -> (f64, f64, f64) {
         let horizon = HORIZONS[index];
         if horizon > self.num_left {
-            return (0.0, 0.0);
+            return (0.0, 0.0, 0.0);
         }
-        let runs = f64::from(self.survival[index]);
-        let blocks = f64::from(self.num_held) + f64::from(horizon) / f64::from(self.block_size);
-        (runs * blocks, runs * (1.0 - runs) * blocks * blocks)
+        let (runs, held) = (f64::from(self.survival[index]), f64::from(self.num_held));
+        let growth = f64::from(horizon) / f64::from(self.block_size);
+        let counted = held.min(max_released) + growth;
+        (held + growth, (1.0 - runs) * counted, runs * (1.0 - runs) * counted * counted)
     }
 }
 
 impl PeakEstimate {
-    /// Forgets all sequences.
-    pub fn clear(&mut self) {
-        *self = Self::default();
+    /// Forgets all sequences. Those to come hold `mean_held` blocks on average.
+    pub fn clear(&mut self, mean_held: f64) {
+        *self = Self { max_released: mean_held, ..Self::default() };
     }
 
     /// Counts a running sequence.
     pub fn add(&mut self, candidate: Candidate<'_>) {
         for index in 0..HORIZONS.len() {
-            let (mean, variance) = candidate.at(index);
-            self.mean[index] += mean;
+            let (most, released, variance) = candidate.at(index, self.max_released);
+            self.most[index] += most;
+            self.released[index] += released;
             self.variance[index] += variance;
         }
     }
 
-    /// Blocks for which there must be room if `candidate` runs as well.
-    pub fn peak_with(&self, candidate: Candidate<'_>) -> u64 {
-        let mut peak = 0.0_f64;
+    /// Blocks for which there must be room, in a pool of `num_blocks`, if `candidate` runs as well.
+    pub fn peak_with(&self, candidate: Candidate<'_>, num_blocks: usize) -> u64 {
+        let (mut expected, mut least, mut safe) = (0.0_f64, 0.0_f64, 0.0_f64);
         for index in 0..HORIZONS.len() {
-            let (mean, variance) = candidate.at(index);
-            peak = peak.max(self.mean[index] + mean + SAFETY * (self.variance[index] + variance).sqrt());
+            let (most, released, variance) = candidate.at(index, self.max_released);
+            let (most, released) = (self.most[index] + most, self.released[index] + released);
+            let deviation = (self.variance[index] + variance).sqrt();
+            expected = expected.max(most - released);
+            least = least.max(most - (released - LEAST_SAFETY * deviation).max(0.0));
+            safe = safe.max(most - (released - SAFETY * deviation).max(0.0));
         }
-        peak.ceil() as u64
+        safe.min(expected + MAX_RESERVE * num_blocks as f64).max(least).ceil() as u64
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const POOL: usize = 1 << 20;
 
     fn survival(ends: u32) -> Survival {
         HORIZONS.map(|horizon| if horizon < ends { 1.0 } else { 0.0 })
@@ -81,40 +99,64 @@ mod tests {
         Candidate { survival, num_left: 1 << 20, num_held, block_size: 16 }
     }
 
+    /// Of `count` sequences with `num_held` blocks each, which run for 16 more tokens at most and end before that with probability 1/2.
+    fn peak_of_coins(count: usize, num_held: u32, num_blocks: usize) -> u64 {
+        let half = HORIZONS.map(|horizon| if horizon == 0 { 1.0 } else { 0.5 });
+        let coin = Candidate { num_left: 16, ..candidate(&half, num_held) };
+        let mut estimate = PeakEstimate::default();
+        estimate.clear(f64::from(num_held));
+        (1..count).for_each(|_| estimate.add(coin));
+        estimate.peak_with(coin, num_blocks)
+    }
+
     #[test]
     fn known_lengths_give_the_peak_of_a_simulation() {
         let (soon, late) = (survival(64), survival(1024));
         let mut estimate = PeakEstimate::default();
+        estimate.clear(50.0);
         estimate.add(candidate(&soon, 50));
         // Together they grow until the first one ends, and later one alone grows to less.
-        assert_eq!(estimate.peak_with(candidate(&late, 10)), 50 + 10 + 2 * 48 / 16);
+        assert_eq!(estimate.peak_with(candidate(&late, 10), POOL), 50 + 10 + 2 * 48 / 16);
         // The long one alone needs more than both now.
-        assert_eq!(estimate.peak_with(candidate(&late, 30)), 50 + 30 + 2 * 48 / 16);
-        estimate.clear();
+        assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 50 + 30 + 2 * 48 / 16);
+        estimate.clear(30.0);
         estimate.add(candidate(&soon, 5));
-        assert_eq!(estimate.peak_with(candidate(&late, 30)), 30 + 768 / 16);
+        assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 30 + 768 / 16);
     }
 
     #[test]
     fn what_may_not_grow_is_not_counted_as_growing() {
         let long = survival(1 << 20);
-        let estimate = PeakEstimate::default();
+        let mut estimate = PeakEstimate::default();
+        estimate.clear(7.0);
         let capped = Candidate { num_left: 10, ..candidate(&long, 7) };
-        assert_eq!(estimate.peak_with(capped), 8, "the block of the last tokens");
-        assert!(estimate.peak_with(candidate(&long, 7)) > 4096);
+        assert_eq!(estimate.peak_with(capped, POOL), 8, "the block of the last tokens");
+        assert!(estimate.peak_with(candidate(&long, 7), POOL) > 4096);
     }
 
     #[test]
-    fn uncertainty_needs_room_that_grows_slower_than_the_number_of_sequences() {
+    fn uncertainty_needs_room_as_worked_out_by_hand() {
+        // 4 of 16 blocks each. After 16 tokens 4 * 17 = 68 are held at most; 34 are expected back, with a deviation of sqrt(4) * 17 / 2 = 17.
+        // 2.25 deviations less and nothing is back: all 68 are needed, however small the pool is.
+        assert_eq!(peak_of_coins(4, 16, 64), 68);
+        // 16 of them: 272 at most, 136 expected back, a deviation of 34. Even three less leave 238, fewer than the 256 held now.
+        assert_eq!(peak_of_coins(16, 16, 320), 256);
+        // 9 of them hold 144 now: 153 at most, 76.5 expected back, a deviation of 25.5. Three less: 153. 2.25 less: 133.9.
+        assert_eq!(peak_of_coins(9, 16, 1600), 153);
+        // The room beyond the 144 is at most a thirty-second of the pool.
+        assert_eq!(peak_of_coins(9, 16, 160), 149);
+    }
+
+    #[test]
+    fn a_large_sequence_does_not_hide_that_small_ones_end() {
         let half = HORIZONS.map(|horizon| if horizon == 0 { 1.0 } else { 0.5 });
-        let of = |count: usize| {
-            let mut estimate = PeakEstimate::default();
-            for _ in 1..count {
-                estimate.add(Candidate { num_left: 64, ..candidate(&half, 100) });
-            }
-            estimate.peak_with(Candidate { num_left: 64, ..candidate(&half, 100) }) as f64 / count as f64
-        };
-        assert!(of(1) > of(4) || (of(1) - of(4)).abs() < 1.0);
-        assert!(of(100) < of(4) + 1.0, "{} {}", of(100), of(4));
+        let small = Candidate { num_left: 16, ..candidate(&half, 15) };
+        let large = Candidate { num_left: 16, ..candidate(&half, 1500) };
+        let mut estimate = PeakEstimate::default();
+        // 100 of 15 blocks and one of 1,500.
+        estimate.clear(3000.0 / 101.0);
+        (0..100).for_each(|_| estimate.add(small));
+        // What the small ones give back for sure is more than what all grow by: the most is what is held now.
+        assert_eq!(estimate.peak_with(large, POOL), 3000);
     }
 }

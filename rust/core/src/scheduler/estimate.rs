@@ -6,9 +6,6 @@ use crate::policy::lengths::LengthHistory;
 use crate::policy::peak::{Candidate, PeakEstimate};
 use crate::policy::{Admission, Class};
 
-/// The square of the estimate's standard deviations, by four, rounded up.
-const MAX_EXCESS: usize = 3;
-
 /// What a sequence that wants to start needs besides the cached blocks that were found for it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Needs {
@@ -111,11 +108,9 @@ impl Scheduler {
 
     /// Whether the estimate, whatever the lengths, cannot ask for more than `available`: then it need not be made.
     ///
-    /// With z standard deviations of safety it is at most z²/4 of the largest sequence above all that may ever come, since the less
-    /// likely a sequence is to run on, the less it counts. A token more than the blocks hold is up to a block for each sequence.
+    /// It is never more than all that may ever come. A token more than the blocks hold is up to a block for each sequence.
     fn is_ample(&self, needs: Needs, available: usize) -> bool {
-        let all = needs.num_new + self.rows.num_growth() + needs.num_growth + self.num_running() + 1;
-        all + MAX_EXCESS * self.config.max_blocks_per_seq() <= available
+        needs.num_new + self.rows.num_growth() + needs.num_growth + self.num_running() + 1 <= available
     }
 
     /// Blocks that all that runs, and a newcomer, will take at their peak besides those they hold when it has started.
@@ -125,19 +120,22 @@ impl Scheduler {
         }
         let growth = &self.growth;
         let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
-        let peak = growth.peak.peak_with(Candidate {
+        let candidate = Candidate {
             survival: growth.lengths.survival(needs.class, needs.num_generated),
             num_left: needs.num_left,
             num_held: num_own,
             block_size: self.config.block_size as u32,
-        });
+        };
+        let peak = growth.peak.peak_with(candidate, self.config.num_blocks);
         (peak.saturating_sub(growth.num_held + u64::from(num_own))) as usize
     }
 
     /// Adds up all that runs but some.
     fn estimate_running(&mut self, gone: &[u32]) {
-        self.growth.lengths.refresh();
-        self.growth.peak.clear();
+        let generated = |lane: usize| (self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane]) as u32;
+        let lanes = (0..self.lanes.len()).filter(|&lane| self.lanes.row(lane).is_some());
+        self.growth.lengths.refresh(lanes.map(|lane| (self.lanes.orders[lane].class(), generated(lane))));
+        self.growth.peak.clear(self.pool.num_used() as f64 / self.num_running() as f64);
         self.growth.num_held = 0;
         self.growth.step_id = self.step_id;
         for lane in 0..self.lanes.len() {

@@ -34,7 +34,9 @@ fn the_estimated_peak_avoids_preemptions_and_still_fills_the_pool() {
     let guaranteed = recomputed(Admission::Guaranteed);
     assert_eq!((guaranteed.0, guaranteed.1), (0, 0), "what is guaranteed is never taken away");
     assert!(estimated.0 * 10 <= prompt.0, "recomputed: {estimated:?} against {prompt:?}");
-    assert!(estimated.2 > 0.8 * prompt.2, "use of the pool: {estimated:?} against {prompt:?}");
+    // Less than `benches/admission.py` aims at (97 %): in so small a pool a single long output is more than 3 % of it.
+    let best = prompt.2.max(guaranteed.2);
+    assert!(estimated.2 >= 0.9 * best, "use of the pool: {estimated:?} against {prompt:?}");
     assert!(guaranteed.2 < 0.5 * estimated.2, "{guaranteed:?}");
 }
 
