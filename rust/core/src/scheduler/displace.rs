@@ -285,7 +285,7 @@ impl Scheduler {
     /// The newest sequence of the class whose tenant holds enough: in rows if these are scarce, otherwise in blocks.
     fn pick_of_tenant(&mut self, flow: u32, waiter: Waiter) -> Option<u32> {
         let (class, weight) = (self.flows.get(flow).class, self.flows.get(flow).weight);
-        let share = weight / self.flows.active_weights[class as usize];
+        let share = self.flows.share(flow);
         let is_row_scarce = self.rows.num_free() == 0;
         let held = if is_row_scarce { HashMap::default() } else { self.blocks_by_flow(class) };
         let holdings = |this: &Self, flow: u32| {

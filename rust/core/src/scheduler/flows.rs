@@ -71,6 +71,11 @@ impl Flow {
         !self.preempted.is_empty() || !self.waiting.is_empty() || !self.by_deadline.is_empty()
     }
 
+    /// Weights are at least one thousandth; of the digits below that only the shares of others take no notice.
+    fn weight_thousandths(&self) -> u64 {
+        (self.weight * 1000.0).round() as u64
+    }
+
     fn num_waiting(&self) -> usize {
         self.preempted.len() + self.waiting.len() + self.by_deadline.len()
     }
@@ -129,8 +134,8 @@ pub(super) struct Flows {
     virtual_times: [u64; 3],
     /// Flows without requests that are ahead of that, by service.
     idle: BTreeSet<(u64, u32)>,
-    /// Weights of the flows of each class that have live requests.
-    pub(super) active_weights: [f64; 3],
+    /// Weights of the flows of each class that have live requests, in thousandths: a sum of fractions would drift as they come and go.
+    active_weights: [u64; 3],
     next_activation: u64,
     /// Sequences of any flow that got a row or lost it so far.
     pub(super) num_running_changes: u64,
@@ -154,7 +159,7 @@ impl Flows {
             heaps: [BinaryHeap::new(), BinaryHeap::new(), BinaryHeap::new()],
             virtual_times: [0; 3],
             idle: BTreeSet::new(),
-            active_weights: [0.0; 3],
+            active_weights: [0; 3],
             next_activation: 0,
             num_running_changes: 0,
             is_fair: policy.fairness == Fairness::Weighted,
@@ -191,7 +196,7 @@ impl Flows {
         let entry = &mut self.entries[flow as usize];
         entry.num_requests += 1;
         if entry.num_requests == 1 {
-            self.active_weights[class as usize] += entry.weight;
+            self.active_weights[class as usize] += entry.weight_thousandths();
             self.idle.remove(&(entry.service, flow));
         }
         flow
@@ -235,7 +240,7 @@ impl Flows {
             return;
         }
         let class = entry.class as usize;
-        self.active_weights[class] -= entry.weight;
+        self.active_weights[class] -= entry.weight_thousandths();
         if !self.is_fair {
             return;
         }
@@ -333,6 +338,12 @@ impl Flows {
         entry.service = entry.service.saturating_add(cost * entry.token_service);
     }
 
+    /// Part of its class that belongs to a flow with live requests.
+    pub(super) fn share(&self, flow: u32) -> f64 {
+        let entry = self.get(flow);
+        entry.weight_thousandths() as f64 / self.active_weights[entry.class as usize] as f64
+    }
+
     /// The place of a flow as it is now.
     pub(super) fn turn(&self, flow: u32) -> Turn {
         let entry = self.get(flow);
@@ -425,11 +436,15 @@ impl Flows {
     /// Panics if the flows contradict each other or themselves.
     pub(super) fn check_invariants(&self) {
         let (mut num_preempted, mut num_listed) = (0, 0);
+        let mut active_weights = [0; 3];
         for (flow, entry) in self.iter() {
             num_preempted += entry.preempted.len();
             num_listed += self.slot_links.iter(&entry.waiting).count() + entry.by_deadline.len();
             assert!(!entry.is_waiting() || entry.is_queued, "flow {flow} waits and is not in its heap");
             assert!(entry.num_requests > 0 || (!entry.is_waiting() && entry.num_running == 0), "flow {flow} is idle");
+            if entry.num_requests > 0 {
+                active_weights[entry.class as usize] += entry.weight_thousandths();
+            }
             let is_idle = self.idle.contains(&(entry.service, flow));
             assert_eq!(
                 is_idle,
@@ -438,6 +453,7 @@ impl Flows {
             );
         }
         assert_eq!((self.num_preempted, self.num_listed), (num_preempted, num_listed), "waiting is miscounted");
+        assert_eq!(self.active_weights, active_weights, "weights are miscounted");
         for (class, heap) in Class::ALL.into_iter().zip(&self.heaps) {
             let mut flows: Vec<u32> = heap.iter().map(|Reverse(turn)| turn.flow).collect();
             flows.sort_unstable();
@@ -448,5 +464,27 @@ impl Flows {
             self.iter().filter(|(_, entry)| entry.is_queued).count(),
             self.heaps.iter().map(BinaryHeap::len).sum()
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::TenantLimits;
+
+    #[test]
+    fn weights_of_tenants_that_come_and_go_leave_nothing_behind() {
+        let mut policy = PolicyConfig::fair();
+        let tenants: Vec<Arc<str>> = (0..9).map(|index| Arc::from(format!("tenant {index}"))).collect();
+        for (tenant, weight) in tenants.iter().zip([0.1, 0.2, 0.3, 0.7, 1.1, 3.3, 0.001, 999.9, 1000.0]) {
+            policy.tenants.insert(Arc::clone(tenant), TenantLimits { weight, ..TenantLimits::default() });
+        }
+        let mut flows = Flows::new(&policy, 16);
+        let joined: Vec<u32> =
+            tenants.iter().map(|tenant| flows.join(&policy, Class::Standard, Some(tenant))).collect();
+        for &flow in &joined[1..] {
+            flows.leave(flow);
+        }
+        assert_eq!(flows.share(joined[0]), 1.0, "the only one has all");
     }
 }
