@@ -33,6 +33,7 @@ mod rows;
 mod sequence;
 mod write;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
@@ -124,8 +125,8 @@ pub struct Scheduler {
     displaced_in_step: u64,
     /// By class, what its largest tenant holds.
     most_held: [MostHeld; 3],
-    /// Requests that hold blocks for choices that have not started.
-    num_pinning: usize,
+    /// Requests that hold blocks for choices that have not started, in the order of service.
+    pinning: BTreeSet<(Order, u32)>,
     /// Running sequences by class.
     num_running_of: [usize; 3],
     /// Live requests that started because they were aged.
@@ -222,7 +223,7 @@ impl Scheduler {
             reserved_flow: None,
             displaced_in_step: 0,
             most_held: [MostHeld::default(); 3],
-            num_pinning: 0,
+            pinning: BTreeSet::new(),
             num_running_of: [0; 3],
             num_shielded: 0,
             passed: Vec::new(),
