@@ -249,7 +249,10 @@ impl Scheduler {
         let request = self.requests[slot as usize].take().expect("only a live request ends");
         self.deadlines.remove(request.next_deadline_ns(), slot);
         self.num_shielded -= usize::from(request.is_shielded());
-        self.flows.leave(self.flows.of(slot));
+        let flow = self.flows.of(slot);
+        if self.flows.leave(flow) && self.reserved_flow == Some(flow) {
+            self.reserved_flow = None;
+        }
         if !request.is_started() {
             self.shared.gate.release(&request.reservation());
         }
