@@ -21,7 +21,7 @@ use super::lists::{Links, List};
 use super::sequence::Order;
 use crate::memory::table_of;
 use crate::policy::{Class, Fairness, PolicyConfig};
-pub(super) use turns::Turn;
+pub(super) use turns::{MAX_RETURNED, Turn};
 use turns::{Place, Turns};
 
 /// Virtual service of one token at weight 1.
@@ -100,6 +100,8 @@ pub(super) struct Scan {
     pub(super) next: Option<Waiter>,
     /// Waiters that were passed.
     pub(super) num_passed: u32,
+    /// Whether one of them, or the last one that was looked at, lacks memory.
+    pub(super) lacks_memory: bool,
 }
 
 /// What the scheduler knows of the request in a slot besides the request itself, mostly while it waits.
@@ -298,7 +300,41 @@ impl Flows {
         Some(turn)
     }
 
-    /// Sets the flow that `peek` has just found aside; `unpark` brings it back.
+    /// A plan begins: flows that lacked memory are in line again, some of them.
+    pub(super) fn bring_back(&mut self) {
+        for turns in &mut self.turns {
+            turns.bring_back(&mut self.entries);
+        }
+    }
+
+    /// Sets the flow that `peek` has just found aside, because it lacks memory, until a later plan brings it back.
+    pub(super) fn set_aside(&mut self, class: Class) {
+        self.turns[class as usize].set_aside(&mut self.entries);
+    }
+
+    /// Whether flows of a class are aside: they wait, and lacked memory when they were last looked at.
+    pub(super) fn has_aside(&self, class: Class) -> bool {
+        self.turns[class as usize].has_aside()
+    }
+
+    /// A flow was looked at, and it is not memory that it lacks.
+    pub(super) fn note_look(&mut self, flow: u32) {
+        let entry = &mut self.entries[flow as usize];
+        self.turns[entry.class as usize].note_look(entry);
+    }
+
+    /// Something of a flow waits no more.
+    fn note_removal(&mut self, flow: u32) {
+        let entry = &mut self.entries[flow as usize];
+        let turns = &mut self.turns[entry.class as usize];
+        if entry.place == Place::Aside && !entry.is_waiting() {
+            turns.forget(&mut self.entries, flow);
+        } else {
+            turns.note_look(entry);
+        }
+    }
+
+    /// Takes the flow that `peek` has just found out of the line for a while; `unpark` brings it back.
     pub(super) fn park(&mut self, class: Class, parked: &mut Vec<Turn>) {
         parked.extend(self.turns[class as usize].pop());
     }
@@ -339,6 +375,7 @@ impl Flows {
     pub(super) fn remove_preempted(&mut self, flow: u32, order: Order, sequence: u32) {
         self.entries[flow as usize].preempted.remove(&(order, sequence));
         self.num_preempted -= 1;
+        self.note_removal(flow);
     }
 
     /// The first preempted sequence of a flow after a place in its line.
@@ -377,6 +414,7 @@ impl Flows {
         }
         self.age_links.remove(&mut self.unstarted, slot);
         self.num_listed -= 1;
+        self.note_removal(self.of(slot));
     }
 
     /// Puts a started request in its place: before the first that `stands_after` accepts.
@@ -391,6 +429,7 @@ impl Flows {
         let flow = self.of(slot);
         self.slot_links.remove(&mut self.entries[flow as usize].waiting, slot);
         self.num_listed -= 1;
+        self.note_removal(flow);
     }
 
     /// Slot of the request that has waited longest of those that have not started.
@@ -434,7 +473,7 @@ impl Flows {
         assert_eq!((self.num_preempted, self.num_listed), (num_preempted, num_listed), "waiting is miscounted");
         assert_eq!(self.active_weights, active_weights, "weights are miscounted");
         for (class, turns) in Class::ALL.into_iter().zip(&self.turns) {
-            turns.check_invariants(self.iter().filter(|(_, entry)| entry.class == class));
+            turns.check_invariants(&self.entries, class);
         }
         let num_known = self.entries.len() - self.free.len();
         assert_eq!((self.iter().count(), self.by_key.len()), (num_known, num_known), "a flow leaked");

@@ -131,8 +131,10 @@ pub struct Scheduler {
     num_running_of: [usize; 3],
     /// Live requests that started because they were aged.
     num_shielded: usize,
-    /// Who is passed in the plan being made, and for how many memory was looked for in vain; which classes lack it, now and in the last plan.
+    /// Who is passed in the plan being made, and for how many memory was looked for in vain: flows, and more requests of the same ones; which
+    /// classes lack it, now and in the last plan.
     passed: Vec<PassedBy>,
+    num_short_flows: usize,
     num_misfits: usize,
     /// Scratch: flows that are set aside while others are looked at.
     parked: Vec<flows::Turn>,
@@ -227,6 +229,7 @@ impl Scheduler {
             num_running_of: [0; 3],
             num_shielded: 0,
             passed: Vec::new(),
+            num_short_flows: 0,
             num_misfits: 0,
             parked: Vec::new(),
             lacks_memory: [false; 3],

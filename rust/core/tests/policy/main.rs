@@ -8,6 +8,7 @@
 //! | `deadlines` | order, expiry |
 //! | `pace` | budgets in time |
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
+//! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
 //! | `random` | random policies and operations, each step checked by the rig |
 
 #[path = "../behaviour/rng.rs"]
@@ -16,6 +17,7 @@ mod rng;
 mod classes;
 mod deadlines;
 mod memory;
+mod misfits;
 mod pace;
 mod random;
 mod rig;
