@@ -5,12 +5,12 @@
 //! 3. A request that has not started may be passed by later ones of its flow: for at most `MAX_DEFERRALS` steps if it waits for a block
 //!    which another sequence is filling right now, and while it lacks memory, if the policy says so; by `MAX_OVERTAKES` or K of them in all.
 //!    Choices that wait for the prompt which one of them is computing are not in line yet.
-//! 4. While a request of a class lacks memory, nothing of a lower class starts.
+//! 4. While a request of a class that is not at its cap lacks memory, nothing of a lower class starts.
 //! 5. While paused, no request starts; choices of started ones do.
 
 use super::budget::Budget;
 use super::choices::Fork;
-use super::flows::{Scan, Waiter};
+use super::flows::{MAX_RETURNED, Scan, Waiter};
 use super::rows::Row;
 use super::sequence::{Known, Sequence, Sequences};
 use super::{Scheduler, estimate};
@@ -21,7 +21,10 @@ use crate::policy::Class;
 const MAX_DEFERRALS: u8 = 2;
 /// Later arrivals that may be admitted before a request that waits so.
 const MAX_OVERTAKES: u8 = 16;
-/// Requests of a class whose memory a plan looks for in vain, at most: planning is bounded.
+/// Flows for which a plan looks for memory in vain, at most: planning is bounded. More than may have come back from aside, so that it gets
+/// to flows that were not looked at before.
+const MAX_SHORT_FLOWS: usize = MAX_RETURNED + 16;
+/// Requests behind the first of their flow that lacks memory for which a plan does so.
 const MAX_MISFITS: usize = 16;
 
 impl Waiter {
@@ -52,6 +55,15 @@ pub(super) enum Look {
     Passed,
     /// Nothing more of the flow starts in this plan.
     Closed,
+    /// Nor does it here, since memory was looked for in vain.
+    Short,
+}
+
+impl Scan {
+    /// Nothing more of the flow starts in this plan.
+    fn closed(self) -> Look {
+        if self.lacks_memory { Look::Short } else { Look::Closed }
+    }
 }
 
 /// A request that others of its flow pass in this plan.
@@ -65,28 +77,36 @@ pub(super) struct PassedBy {
 impl Scheduler {
     /// Looks at the next waiter of a flow, admits it if it can start, and schedules its first tokens.
     pub(super) fn admit_next(&mut self, flow: u32, budget: &mut Budget, is_paused: bool) -> Look {
-        let scan = self.flows.get(flow).scan;
-        let (next, num_passed) =
-            if scan.step_id == self.step_id { (scan.next, scan.num_passed) } else { (self.first_waiter(flow), 0) };
-        let Some(waiter) = next else { return Look::Closed };
-        if !self.may_start(flow, waiter, is_paused) {
-            return Look::Closed;
+        let mut scan = self.flows.get(flow).scan;
+        if scan.step_id != self.step_id {
+            scan = Scan { step_id: self.step_id, next: self.first_waiter(flow), ..Scan::default() };
         }
+        let Some(waiter) = scan.next.filter(|&waiter| self.may_start(flow, waiter, is_paused)) else {
+            return scan.closed();
+        };
         let after = self.waiter_after(flow, waiter);
-        let (next, look) = match self.try_admit(waiter) {
+        let look = match self.try_admit(waiter) {
             Ok(row) => {
                 self.plan_chunk(row, budget);
                 let may_go_on = !self.note_overtaking(flow);
                 let next = if self.has_more(waiter) { Some(waiter) } else { after };
-                (next.filter(|_| may_go_on), Look::Admitted)
+                scan.next = next.filter(|_| may_go_on);
+                Look::Admitted
             }
-            Err(refusal) if self.pass(flow, waiter, refusal) && num_passed < u32::from(MAX_OVERTAKES) => {
-                (after, Look::Passed)
+            Err(refusal) => {
+                let may_go_on = self.pass(flow, waiter, refusal, scan.lacks_memory);
+                scan.lacks_memory |= refusal == Refusal::NoMemory;
+                if may_go_on && scan.num_passed < u32::from(MAX_OVERTAKES) {
+                    scan.next = after;
+                    scan.num_passed += 1;
+                    Look::Passed
+                } else {
+                    scan.next = None;
+                    scan.closed()
+                }
             }
-            Err(_) => (None, Look::Closed),
         };
-        let num_passed = num_passed + u32::from(look == Look::Passed);
-        self.flows.get_mut(flow).scan = Scan { step_id: self.step_id, next, num_passed };
+        self.flows.get_mut(flow).scan = scan;
         look
     }
 
@@ -100,11 +120,11 @@ impl Scheduler {
     }
 
     /// Notes that a waiter does not start in this plan; returns whether others of its flow may.
-    fn pass(&mut self, flow: u32, waiter: Waiter, refusal: Refusal) -> bool {
+    fn pass(&mut self, flow: u32, waiter: Waiter, refusal: Refusal, is_flow_short: bool) -> bool {
         let slot = waiter.slot(&self.sequences);
         let lacks_memory = refusal == Refusal::NoMemory;
         if lacks_memory {
-            self.num_misfits += 1;
+            *(if is_flow_short { &mut self.num_misfits } else { &mut self.num_short_flows }) += 1;
             self.lacks_memory[self.flows.get(flow).class as usize] = true;
             let request = self.request(slot);
             let is_new = matches!(waiter, Waiter::Choice { .. }) && !request.is_started();
@@ -138,9 +158,18 @@ impl Scheduler {
         }
     }
 
-    /// Whether memory was looked for in vain so often that the plan stops looking, or somebody of this or a higher class lacks it.
-    pub(super) fn is_short_for(&self, class: Class) -> bool {
-        self.num_misfits >= MAX_MISFITS || self.lacks_memory[..class as usize].contains(&true)
+    /// Whether memory was looked for in vain so often that the plan stops looking, or somebody of a higher class lacks it.
+    pub(super) fn is_short_for(&self, class: Class, is_paused: bool) -> bool {
+        // Those aside were not looked at in this plan. If a pause or a cap keeps them, it is not memory.
+        let is_aside = |class| !is_paused && !self.is_at_cap(class) && self.flows.has_aside(class);
+        let mut higher = Class::ALL[..class as usize].iter();
+        self.num_short_flows >= MAX_SHORT_FLOWS
+            || higher.any(|&class| self.lacks_memory[class as usize] || is_aside(class))
+    }
+
+    /// Whether as many sequences of a class run as may.
+    pub(super) fn is_at_cap(&self, class: Class) -> bool {
+        self.num_running_of[class as usize] >= self.rules.class_caps[class as usize]
     }
 
     /// Fills the rows, all of them free, with a fixed group of sequences, whose tokens are then scheduled like those of any running one.

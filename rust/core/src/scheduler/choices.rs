@@ -82,7 +82,9 @@ impl Scheduler {
             self.pool.acquire(block);
             pins.push(block);
         }
-        self.num_pinning += usize::from(!pins.is_empty());
+        if !pins.is_empty() {
+            self.pinning.insert(self.pin_place(slot));
+        }
         self.enter_waiting(slot);
         self.note_wait(slot, false);
     }
@@ -103,34 +105,32 @@ impl Scheduler {
 
     /// Gives back the pins of a request, deepest first so that eviction reaches children before their parents.
     pub(super) fn unpin(&mut self, slot: u32) {
+        if self.request(slot).pins().is_empty() {
+            return;
+        }
+        self.pinning.remove(&self.pin_place(slot));
         let request = self.requests[slot as usize].as_mut().expect("a listed slot has a request");
         let Some(pins) = request.pins_mut() else { return };
-        self.num_pinning -= usize::from(!pins.is_empty());
         while let Some(block) = pins.pop() {
             self.pool.give_back(block);
         }
+    }
+
+    /// Place of a request among those that hold pins.
+    pub(super) fn pin_place(&self, slot: u32) -> (Order, u32) {
+        (Order::new(self.flows.get(self.flows.of(slot)).class, self.request(slot).arrival, 0), slot)
     }
 
     /// Takes the pins from the newest request that has some: `only_sole` = whose deepest one nobody else holds.
     ///
     /// Returns false if there is none.
     pub(super) fn drop_newest_pins(&mut self, only_sole: bool) -> bool {
-        if self.num_pinning == 0 {
-            return false;
-        }
-        let mut newest = None;
-        for (_, flow) in self.flows.iter() {
-            let line = self.flows.slot_links.iter(&flow.waiting);
-            for slot in line.take_while(|&slot| self.request(slot).is_started()) {
-                let request = self.request(slot);
-                let Some(&deepest) = request.pins().last() else { continue };
-                let place = (Order::new(flow.class, request.arrival, 0), slot);
-                if (!only_sole || self.pool.ref_count(deepest) == 1) && newest < Some(place) {
-                    newest = Some(place);
-                }
-            }
-        }
-        let Some((_, slot)) = newest else { return false };
+        let is_deepest_sole = |&&(_, slot): &&(Order, u32)| {
+            self.request(slot).pins().last().is_some_and(|&block| self.pool.ref_count(block) == 1)
+        };
+        let mut newest_first = self.pinning.iter().rev();
+        let newest = if only_sole { newest_first.find(is_deepest_sole) } else { newest_first.next() };
+        let Some(&(_, slot)) = newest else { return false };
         self.unpin(slot);
         self.request_mut(slot).set_fork(Fork::Absent);
         true
@@ -254,7 +254,10 @@ impl Scheduler {
         self.deadlines.remove(request.next_deadline_ns(), slot);
         self.num_shielded -= usize::from(request.is_shielded());
         self.flows.end_wait(slot);
-        self.flows.leave(self.flows.of(slot));
+        let flow = self.flows.of(slot);
+        if self.flows.leave(flow) && self.reserved_flow == Some(flow) {
+            self.reserved_flow = None;
+        }
         if !request.is_started() {
             self.shared.gate.release(&request.reservation());
         }
@@ -267,6 +270,7 @@ impl Scheduler {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::{Class, PolicyConfig};
     use crate::{RequestSpec, SchedulerConfig};
 
     /// A call that waits steps several times, and its caller may look at what the last batch told until it returns.
@@ -287,6 +291,36 @@ mod tests {
         };
         let told = [cancelled_in(), cancelled_in(), cancelled_in()];
         assert!(told[0] != told[1] && told[1] != told[2], "events stand where the last ones stood");
+    }
+
+    #[test]
+    fn the_newest_of_the_lowest_class_gives_up_its_pins_first_whatever_its_tenant() {
+        let rules = Some(PolicyConfig { max_preemptions: 0, ..PolicyConfig::fair() });
+        let config = SchedulerConfig { max_num_seqs: 4, rules, ..SchedulerConfig::default() };
+        let mut scheduler = Scheduler::new(config).expect("the configuration is valid");
+        let submitter = scheduler.submitter();
+        let submit = |tenant: &str, class, first| {
+            let tokens = (first..first + 40).collect();
+            let (tenant, priority) = (Some(Arc::from(tenant)), Some(class));
+            submitter.submit(RequestSpec { n: 3, tenant, priority, ..RequestSpec::new(tokens) }).expect("it fits")
+        };
+        let classes = [Class::Batch, Class::Standard, Class::Batch, Class::Standard];
+        let ids: Vec<RequestId> =
+            (0..4).map(|index| submit(&format!("tenant {index}"), classes[index], 100 * index as i32)).collect();
+        scheduler.step(None, 0).expect("no result is due");
+        let tokens = [8; 4];
+        let result = crate::StepResult { token_ids: &tokens, ..crate::StepResult::default() };
+        scheduler.step(Some(&result), 1).expect("the result fits");
+        let mut given_up = Vec::new();
+        while scheduler.drop_newest_pins(false) {
+            scheduler.check_invariants();
+            given_up.extend(
+                (0..4)
+                    .filter(|&index| scheduler.pinned_blocks(ids[index]).is_empty() && !given_up.contains(&index))
+                    .collect::<Vec<_>>(),
+            );
+        }
+        assert_eq!(given_up, [2, 0, 3, 1]);
     }
 
     /// Somebody may still look at the old ones.

@@ -294,7 +294,7 @@ impl Scheduler {
         held: impl Fn(u32) -> f64,
     ) -> Vec<u32> {
         let entry = self.flows.get(flow);
-        let share = entry.weight / self.flows.active_weights[entry.class as usize];
+        let share = self.flows.share(flow);
         let wanted = held(flow) + needed;
         // A share is at least one sequence.
         if wanted > (share * total).ceil() && entry.num_running > 0 {

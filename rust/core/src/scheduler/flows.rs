@@ -9,8 +9,9 @@
 //!
 //! Virtual token counters: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024); the lift is start-time fair queueing's.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap, HashMap};
+mod turns;
+
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
 
@@ -20,6 +21,8 @@ use super::lists::{Links, List};
 use super::sequence::Order;
 use crate::memory::{prefetch, table_of};
 use crate::policy::{Class, Fairness, PolicyConfig};
+pub(super) use turns::{MAX_RETURNED, Turn};
+use turns::{Place, Turns};
 
 /// Virtual service of one token at weight 1.
 const SCALE: f64 = 65_536.0;
@@ -27,7 +30,7 @@ const SCALE: f64 = 65_536.0;
 const NS_PER_MS: u64 = 1_000_000;
 /// Cost of an output token; one of the prompt costs 1.
 pub(super) const OUTPUT_COST: u64 = 2;
-/// Idle tenants above the virtual time of their class that are remembered at most.
+/// Idle tenants of a class above its virtual time that are remembered at most.
 const MAX_IDLE: usize = 65_536;
 
 /// Place in the line of those that have a deadline: deadline, arrival, slot.
@@ -59,16 +62,21 @@ pub(super) struct Flow {
     token_service: u64,
     /// Weighted service so far.
     pub(super) service: u64,
-    /// When it last began to wait: ties go to the one that waits longest.
+    /// Number of its turn: ties go to the flow that waits longest.
     activation: u64,
-    /// In the heap of its class.
-    is_queued: bool,
+    /// Where its turn is.
+    place: Place,
 }
 
 impl Flow {
     /// Whether a sequence or request of it could start, if there were room.
     pub(super) fn is_waiting(&self) -> bool {
         !self.preempted.is_empty() || !self.waiting.is_empty() || !self.by_deadline.is_empty()
+    }
+
+    /// Weights are at least one thousandth; of the digits below that only the shares of others take no notice.
+    fn weight_thousandths(&self) -> u64 {
+        (self.weight * 1000.0).round() as u64
     }
 
     fn num_waiting(&self) -> usize {
@@ -92,14 +100,8 @@ pub(super) struct Scan {
     pub(super) next: Option<Waiter>,
     /// Waiters that were passed.
     pub(super) num_passed: u32,
-}
-
-/// A flow's place among those of its class: least service first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Turn {
-    pub(super) service: u64,
-    activation: u64,
-    pub(super) flow: u32,
+    /// Whether one of them, or the last one that was looked at, lacks memory.
+    pub(super) lacks_memory: bool,
 }
 
 /// What the scheduler knows of the request in a slot besides the request itself, mostly while it waits.
@@ -123,14 +125,14 @@ pub(super) struct Flows {
     entries: Vec<Flow>,
     free: Vec<u32>,
     by_key: HashMap<(Option<Arc<str>>, Class), u32, FixedState>,
-    /// Flows that wait, some of them with the service they had; those that wait no more leave when they are met.
-    heaps: [BinaryHeap<Reverse<Turn>>; 3],
+    /// Who is next in each class.
+    turns: [Turns; 3],
     /// Service up to which everybody who waits has come.
     virtual_times: [u64; 3],
     /// Flows without requests that are ahead of that, by service.
-    idle: BTreeSet<(u64, u32)>,
-    /// Weights of the flows of each class that have live requests.
-    pub(super) active_weights: [f64; 3],
+    idle: [BTreeSet<(u64, u32)>; 3],
+    /// Weights of the flows of each class that have live requests, in thousandths: a sum of fractions would drift as they come and go.
+    active_weights: [u64; 3],
     next_activation: u64,
     /// Sequences of any flow that got a row or lost it so far.
     pub(super) num_running_changes: u64,
@@ -151,10 +153,10 @@ impl Flows {
             entries: Vec::new(),
             free: Vec::new(),
             by_key: HashMap::default(),
-            heaps: [BinaryHeap::new(), BinaryHeap::new(), BinaryHeap::new()],
+            turns: Default::default(),
             virtual_times: [0; 3],
-            idle: BTreeSet::new(),
-            active_weights: [0.0; 3],
+            idle: Default::default(),
+            active_weights: [0; 3],
             next_activation: 0,
             num_running_changes: 0,
             is_fair: policy.fairness == Fairness::Weighted,
@@ -191,8 +193,8 @@ impl Flows {
         let entry = &mut self.entries[flow as usize];
         entry.num_requests += 1;
         if entry.num_requests == 1 {
-            self.active_weights[class as usize] += entry.weight;
-            self.idle.remove(&(entry.service, flow));
+            self.active_weights[class as usize] += entry.weight_thousandths();
+            self.idle[class as usize].remove(&(entry.service, flow));
         }
         flow
     }
@@ -215,7 +217,7 @@ impl Flows {
             token_service: (SCALE / weight).round() as u64,
             service: 0,
             activation: 0,
-            is_queued: false,
+            place: Place::Nowhere,
         };
         let flow = self.free.pop().unwrap_or(self.entries.len() as u32);
         if flow as usize == self.entries.len() {
@@ -228,34 +230,34 @@ impl Flows {
     }
 
     /// A request of the flow has ended. What an idle flow has had counts as long as it is ahead of the others.
-    pub(super) fn leave(&mut self, flow: u32) {
+    ///
+    /// Returns whether it was the last one: the number of the flow may be another's from now on.
+    pub(super) fn leave(&mut self, flow: u32) -> bool {
         let entry = &mut self.entries[flow as usize];
         entry.num_requests -= 1;
         if entry.num_requests > 0 {
-            return;
+            return false;
         }
         let class = entry.class as usize;
-        self.active_weights[class] -= entry.weight;
+        self.active_weights[class] -= entry.weight_thousandths();
         if !self.is_fair {
-            return;
+            return true;
         }
-        self.idle.insert((entry.service, flow));
+        self.idle[class].insert((entry.service, flow));
         // At most two for each that comes: so the work is bounded, and the number of those behind does not grow.
         for _ in 0..2 {
-            let Some(&(service, flow)) = self.idle.first() else { break };
-            let entry = &self.entries[flow as usize];
-            if service > self.virtual_times[entry.class as usize] && self.idle.len() <= MAX_IDLE {
+            let Some(&(service, flow)) = self.idle[class].first() else { break };
+            if service > self.virtual_times[class] && self.idle[class].len() <= MAX_IDLE {
                 break;
             }
-            if entry.is_queued {
-                // Its place in the heap is met, and given up, before its number is.
-                break;
-            }
-            self.idle.pop_first();
-            self.by_key.remove(&(entry.tenant.clone(), entry.class));
-            self.entries[flow as usize].is_free = true;
+            self.idle[class].pop_first();
+            self.turns[class].forget(&mut self.entries, flow);
+            let entry = &mut self.entries[flow as usize];
+            entry.is_free = true;
+            self.by_key.remove(&(entry.tenant.take(), entry.class));
             self.free.push(flow);
         }
+        true
     }
 
     /// A sequence of the flow has got a row; returns the class.
@@ -282,49 +284,68 @@ impl Flows {
             let virtual_time = self.virtual_times[entry.class as usize];
             entry.service = entry.service.max(virtual_time.saturating_sub(1));
         }
-        if entry.is_queued {
+        if entry.place != Place::Nowhere {
             return;
         }
-        entry.is_queued = true;
-        entry.activation = self.next_activation;
+        let turn = Turn { service: entry.service, activation: self.next_activation, flow };
         self.next_activation += 1;
-        let turn = Turn { service: entry.service, activation: entry.activation, flow };
-        self.heaps[entry.class as usize].push(Reverse(turn));
+        self.turns[entry.class as usize].push(entry, turn);
     }
 
     /// The waiting flow of a class that is next.
     pub(super) fn peek(&mut self, class: Class) -> Option<Turn> {
-        let heap = &mut self.heaps[class as usize];
-        loop {
-            let &Reverse(top) = heap.peek()?;
-            let entry = &mut self.entries[top.flow as usize];
-            if !entry.is_waiting() {
-                heap.pop();
-                entry.is_queued = false;
-            } else if entry.service > top.service {
-                // Services only grow, so the least of what the heap says is looked at until it is true.
-                heap.pop();
-                heap.push(Reverse(Turn { service: entry.service, ..top }));
-            } else {
-                let virtual_time = &mut self.virtual_times[class as usize];
-                *virtual_time = (*virtual_time).max(top.service);
-                return Some(top);
-            }
+        let turn = self.turns[class as usize].peek(&mut self.entries)?;
+        let virtual_time = &mut self.virtual_times[class as usize];
+        *virtual_time = (*virtual_time).max(turn.service);
+        Some(turn)
+    }
+
+    /// A plan begins: flows that lacked memory are in line again, some of them.
+    pub(super) fn bring_back(&mut self) {
+        for turns in &mut self.turns {
+            turns.bring_back(&mut self.entries);
         }
     }
 
-    /// Sets the flow that `peek` has just found aside; `unpark` brings it back.
+    /// Sets the flow that `peek` has just found aside, because it lacks memory, until a later plan brings it back.
+    pub(super) fn set_aside(&mut self, class: Class) {
+        self.turns[class as usize].set_aside(&mut self.entries);
+    }
+
+    /// Whether flows of a class are aside: they wait, and lacked memory when they were last looked at.
+    pub(super) fn has_aside(&self, class: Class) -> bool {
+        self.turns[class as usize].has_aside()
+    }
+
+    /// A flow was looked at, and it is not memory that it lacks.
+    pub(super) fn note_look(&mut self, flow: u32) {
+        let entry = &mut self.entries[flow as usize];
+        self.turns[entry.class as usize].note_look(entry);
+    }
+
+    /// Something of a flow waits no more.
+    fn note_removal(&mut self, flow: u32) {
+        let entry = &mut self.entries[flow as usize];
+        let turns = &mut self.turns[entry.class as usize];
+        if entry.place == Place::Aside && !entry.is_waiting() {
+            turns.forget(&mut self.entries, flow);
+        } else {
+            turns.note_look(entry);
+        }
+    }
+
+    /// Takes the flow that `peek` has just found out of the line for a while; `unpark` brings it back.
     pub(super) fn park(&mut self, class: Class, parked: &mut Vec<Turn>) {
-        parked.extend(self.heaps[class as usize].pop().map(|Reverse(turn)| turn));
+        parked.extend(self.turns[class as usize].pop());
     }
 
     pub(super) fn unpark(&mut self, class: Class, parked: &mut Vec<Turn>) {
-        self.heaps[class as usize].extend(parked.drain(..).map(Reverse));
+        self.turns[class as usize].extend(parked.drain(..));
     }
 
     /// Whether something of the class may be waiting; a flow that waits no more may still be counted.
     pub(super) fn may_wait(&self, class: Class) -> bool {
-        !self.heaps[class as usize].is_empty()
+        !self.turns[class as usize].is_empty()
     }
 
     /// Service of a flow is counted soon.
@@ -336,6 +357,12 @@ impl Flows {
     pub(super) fn charge(&mut self, flow: u32, cost: u64) {
         let entry = &mut self.entries[flow as usize];
         entry.service = entry.service.saturating_add(cost * entry.token_service);
+    }
+
+    /// Part of its class that belongs to a flow with live requests.
+    pub(super) fn share(&self, flow: u32) -> f64 {
+        let entry = self.get(flow);
+        entry.weight_thousandths() as f64 / self.active_weights[entry.class as usize] as f64
     }
 
     /// The place of a flow as it is now.
@@ -353,6 +380,7 @@ impl Flows {
     pub(super) fn remove_preempted(&mut self, flow: u32, order: Order, sequence: u32) {
         self.entries[flow as usize].preempted.remove(&(order, sequence));
         self.num_preempted -= 1;
+        self.note_removal(flow);
     }
 
     /// The first preempted sequence of a flow after a place in its line.
@@ -389,6 +417,7 @@ impl Flows {
             None => self.slot_links.remove(&mut entry.waiting, slot),
         }
         self.num_listed -= 1;
+        self.note_removal(self.of(slot));
     }
 
     /// Puts a started request in its place: before the first that `stands_after` accepts.
@@ -403,6 +432,7 @@ impl Flows {
         let flow = self.of(slot);
         self.slot_links.remove(&mut self.entries[flow as usize].waiting, slot);
         self.num_listed -= 1;
+        self.note_removal(flow);
     }
 
     /// Something of the request in a slot waits, from now on if nothing did before.
@@ -453,12 +483,15 @@ impl Flows {
     /// Panics if the flows contradict each other or themselves.
     pub(super) fn check_invariants(&self) {
         let (mut num_preempted, mut num_listed) = (0, 0);
+        let mut active_weights = [0; 3];
         for (flow, entry) in self.iter() {
             num_preempted += entry.preempted.len();
             num_listed += self.slot_links.iter(&entry.waiting).count() + entry.by_deadline.len();
-            assert!(!entry.is_waiting() || entry.is_queued, "flow {flow} waits and is not in its heap");
             assert!(entry.num_requests > 0 || (!entry.is_waiting() && entry.num_running == 0), "flow {flow} is idle");
-            let is_idle = self.idle.contains(&(entry.service, flow));
+            if entry.num_requests > 0 {
+                active_weights[entry.class as usize] += entry.weight_thousandths();
+            }
+            let is_idle = self.idle[entry.class as usize].contains(&(entry.service, flow));
             assert_eq!(
                 is_idle,
                 self.is_fair && entry.num_requests == 0,
@@ -466,15 +499,85 @@ impl Flows {
             );
         }
         assert_eq!((self.num_preempted, self.num_listed), (num_preempted, num_listed), "waiting is miscounted");
-        for (class, heap) in Class::ALL.into_iter().zip(&self.heaps) {
-            let mut flows: Vec<u32> = heap.iter().map(|Reverse(turn)| turn.flow).collect();
-            flows.sort_unstable();
-            assert!(flows.windows(2).all(|pair| pair[0] < pair[1]), "a flow has two places");
-            assert!(flows.iter().all(|&flow| self.get(flow).is_queued && self.get(flow).class == class));
+        assert_eq!(self.active_weights, active_weights, "weights are miscounted");
+        for (class, turns) in Class::ALL.into_iter().zip(&self.turns) {
+            turns.check_invariants(&self.entries, class);
         }
-        assert_eq!(
-            self.iter().filter(|(_, entry)| entry.is_queued).count(),
-            self.heaps.iter().map(BinaryHeap::len).sum()
-        );
+        let num_known = self.entries.len() - self.free.len();
+        assert_eq!((self.iter().count(), self.by_key.len()), (num_known, num_known), "a flow leaked");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Scheduler;
+    use super::*;
+    use crate::policy::TenantLimits;
+    use crate::{RequestSpec, SchedulerConfig, StepResult};
+
+    #[test]
+    fn weights_of_tenants_that_come_and_go_leave_nothing_behind() {
+        let mut policy = PolicyConfig::fair();
+        let tenants: Vec<Arc<str>> = (0..9).map(|index| Arc::from(format!("tenant {index}"))).collect();
+        for (tenant, weight) in tenants.iter().zip([0.1, 0.2, 0.3, 0.7, 1.1, 3.3, 0.001, 999.9, 1000.0]) {
+            policy.tenants.insert(Arc::clone(tenant), TenantLimits { weight, ..TenantLimits::default() });
+        }
+        let mut flows = Flows::new(&policy, 16);
+        let joined: Vec<u32> =
+            tenants.iter().map(|tenant| flows.join(&policy, Class::Standard, Some(tenant))).collect();
+        for &flow in &joined[1..] {
+            flows.leave(flow);
+        }
+        assert_eq!(flows.share(joined[0]), 1.0, "the only one has all");
+    }
+
+    /// Requests of ever new tenants that are cancelled before a class that is at its cap can look at them.
+    #[test]
+    fn tenants_that_come_and_go_behind_a_cap_do_not_pile_up() {
+        let mut rules = PolicyConfig::fair();
+        rules.classes[Class::Batch as usize].max_num_seqs = Some(1);
+        let config = SchedulerConfig { rules: Some(rules), ..SchedulerConfig::default() };
+        let mut scheduler = Scheduler::new(config).expect("the configuration is valid");
+        let submitter = scheduler.submitter();
+        let submit = |tenant: &str| {
+            let (tenant, priority) = (Some(Arc::from(tenant)), Some(Class::Batch));
+            submitter.submit(RequestSpec { tenant, priority, ..RequestSpec::new(vec![5; 20]) }).expect("it fits")
+        };
+        let first = submit("first");
+        scheduler.step(None, 0).expect("no result is due");
+        let result = StepResult { token_ids: &[8], ..StepResult::default() };
+        for index in 0..1000 {
+            let waiting = [submit(&format!("a{index}")), submit(&format!("b{index}"))];
+            scheduler.step(Some(&result), 1).expect("the result fits");
+            for id in waiting {
+                submitter.cancel(id);
+            }
+            scheduler.step(Some(&result), 1).expect("the result fits");
+            scheduler.check_invariants();
+        }
+        let flows = &scheduler.flows;
+        assert!(flows.entries.len() <= 6, "{} flows for three tenants", flows.entries.len());
+        let num_turns = flows.turns[Class::Batch as usize].len();
+        assert!(num_turns <= 12, "{num_turns} turns");
+        submitter.cancel(first);
+        scheduler.step(Some(&result), 1).expect("the result fits");
+        scheduler.check_drained();
+    }
+
+    /// One class whose idle tenants are remembered does not keep those of another from being forgotten.
+    #[test]
+    fn idle_tenants_of_one_class_do_not_keep_those_of_another() {
+        let policy = PolicyConfig::fair();
+        let mut flows = Flows::new(&policy, 4);
+        for index in 0..100_u64 {
+            let tenant: Arc<str> = Arc::from(format!("tenant {index}"));
+            let flow = flows.join(&policy, Class::Interactive, Some(&tenant));
+            // Above the virtual time of its class: it is remembered.
+            flows.charge(flow, 10 + index);
+            flows.leave(flow);
+            let flow = flows.join(&policy, Class::Batch, Some(&tenant));
+            flows.leave(flow);
+        }
+        assert_eq!([Class::Interactive, Class::Batch].map(|class| flows.idle[class as usize].len()), [100, 0]);
     }
 }

@@ -1,6 +1,6 @@
 //! What must hold between any two calls, as code.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::choices::Fork;
 use super::lanes::{IS_UNSAMPLED, NO_SLOT};
@@ -69,7 +69,8 @@ impl Scheduler {
         let shielded = self.requests.iter().flatten().filter(|request| request.is_shielded());
         assert_eq!(shielded.count(), self.num_shielded, "shielded requests are miscounted");
         let pinning = self.requests.iter().flatten().filter(|request| !request.pins().is_empty());
-        assert_eq!(pinning.count(), self.num_pinning, "pins are miscounted");
+        let pinning: BTreeSet<_> = pinning.map(|request| self.pin_place(request.id.slot())).collect();
+        assert_eq!(pinning, self.pinning, "the list of those that hold pins is wrong");
         let (mut num_queued, mut num_queued_tokens, mut num_unstarted) = (0, 0, 0);
         for (slot, request) in self.requests.iter().enumerate() {
             let Some(request) = request else { continue };

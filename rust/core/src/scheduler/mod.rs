@@ -34,6 +34,7 @@ mod rows;
 mod sequence;
 mod write;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
@@ -126,14 +127,16 @@ pub struct Scheduler {
     displaced_in_step: u64,
     /// By class, what its largest tenant holds.
     most_held: [MostHeld; 3],
-    /// Requests that hold blocks for choices that have not started.
-    num_pinning: usize,
+    /// Requests that hold blocks for choices that have not started, in the order of service.
+    pinning: BTreeSet<(Order, u32)>,
     /// Running sequences by class.
     num_running_of: [usize; 3],
     /// Live requests that started because they were aged.
     num_shielded: usize,
-    /// Who is passed in the plan being made, and for how many memory was looked for in vain; which classes lack it, now and in the last plan.
+    /// Who is passed in the plan being made, and for how many memory was looked for in vain: flows, and more requests of the same ones; which
+    /// classes lack it, now and in the last plan.
     passed: Vec<PassedBy>,
+    num_short_flows: usize,
     num_misfits: usize,
     /// Scratch: flows that are set aside while others are looked at.
     parked: Vec<flows::Turn>,
@@ -224,10 +227,11 @@ impl Scheduler {
             reserved_flow: None,
             displaced_in_step: 0,
             most_held: [MostHeld::default(); 3],
-            num_pinning: 0,
+            pinning: BTreeSet::new(),
             num_running_of: [0; 3],
             num_shielded: 0,
             passed: Vec::new(),
+            num_short_flows: 0,
             num_misfits: 0,
             parked: Vec::new(),
             lacks_memory: [false; 3],

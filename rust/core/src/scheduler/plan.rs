@@ -45,7 +45,8 @@ impl Scheduler {
         self.pieces.clear();
         self.filling.clear();
         self.prompt_logits = PromptLogits::default();
-        self.num_misfits = 0;
+        (self.num_misfits, self.num_short_flows) = (0, 0);
+        self.flows.bring_back();
         self.lacked_memory = std::mem::take(&mut self.lacks_memory);
         let is_paused = self.shared.plan_pause();
         if self.is_static() {
@@ -141,7 +142,7 @@ impl Scheduler {
                 break;
             }
             let row_turn = self.next_in_line(class, &mut line);
-            let flow_turn = if may_admit { self.next_flow(class, budget) } else { None };
+            let flow_turn = if may_admit { self.next_flow(class, budget, is_paused) } else { None };
             match (row_turn, flow_turn) {
                 (None, None) => break,
                 (Some((row, turn)), flow_turn)
@@ -150,11 +151,14 @@ impl Scheduler {
                     line.advance();
                     self.plan_chunk(row, budget);
                 }
-                (_, Some(turn)) => {
-                    if self.admit_next(turn.flow, budget, is_paused) == Look::Closed {
+                (_, Some(turn)) => match self.admit_next(turn.flow, budget, is_paused) {
+                    Look::Admitted | Look::Passed => {}
+                    Look::Short => self.flows.set_aside(class),
+                    Look::Closed => {
+                        self.flows.note_look(turn.flow);
                         self.flows.park(class, &mut parked);
                     }
-                }
+                },
                 (Some(_), None) => unreachable!("without a waiting flow the row is next"),
             }
         }
@@ -163,9 +167,8 @@ impl Scheduler {
     }
 
     /// The waiting flow that is next, if anybody could start.
-    fn next_flow(&mut self, class: Class, budget: &Budget) -> Option<Turn> {
-        let is_full = self.num_running_of[class as usize] >= self.rules.class_caps[class as usize];
-        if self.rows.num_free() == 0 || is_full || self.is_short_for(class) {
+    fn next_flow(&mut self, class: Class, budget: &Budget, is_paused: bool) -> Option<Turn> {
+        if self.rows.num_free() == 0 || self.is_at_cap(class) || self.is_short_for(class, is_paused) {
             return None;
         }
         if self.is_spent(budget) {

@@ -59,11 +59,18 @@ impl Scheduler {
             let beneficiary = self.order(row);
             let others = self.running_newest_first().take_while(|&other| self.order(other) > beneficiary);
             let others = others.filter(|&other| !self.rows.get(other).is_planned && self.frees_capacity(other));
-            if let Some(victim) = self.cheapest(others) {
+            if let Some(victim) = self.cheapest_of_lowest(others) {
                 return Some(victim);
             }
         }
         self.pick_newest(row)
+    }
+
+    /// The cheapest of the lowest class among candidates that come newest first: no price moves work of a higher class out of its way.
+    fn cheapest_of_lowest(&self, candidates: impl Iterator<Item = u32>) -> Option<u32> {
+        let mut candidates = candidates.peekable();
+        let lowest = self.order(*candidates.peek()?).class();
+        self.cheapest(candidates.take_while(|&row| self.order(row).class() == lowest))
     }
 
     fn pick_newest(&self, row: u32) -> Option<u32> {

@@ -9,6 +9,7 @@
 //! | `deadlines` | order, expiry |
 //! | `pace` | budgets in time |
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
+//! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
 //! | `random` | random policies and operations, each step checked by the rig |
 
 #[path = "../behaviour/rng.rs"]
@@ -18,6 +19,7 @@ mod aging;
 mod classes;
 mod deadlines;
 mod memory;
+mod misfits;
 mod pace;
 mod random;
 mod rig;

@@ -81,6 +81,24 @@ fn d05_the_victim_is_the_newest_of_the_lowest_class() {
 }
 
 #[test]
+fn a_cheap_victim_of_a_higher_class_is_kept_while_one_of_a_lower_class_frees_something() {
+    let mut rig = Rig::fair(config(3, 11), |rules| {
+        rules.victim = Victim::Cost;
+        rules.admission = Admission::Prompt;
+    });
+    // The interactive one is the first to find no block. The standard one has just begun a block then, so it is cheaper for each block.
+    let shapes = [(Class::Interactive, 32), (Class::Standard, 33), (Class::Batch, 40)];
+    let ids = shapes.map(|(class, len)| rig.submit(request(class, "", len as u64, len), 60).expect("it fits"));
+    rig.step();
+    assert!(ids.iter().all(|&id| rig.is_running(id)), "memory is for all of them at first");
+    while rig.submitter().stats().num_preemptions == 0 {
+        rig.step();
+    }
+    assert_eq!(ids.map(|id| rig.is_running(id)), [true, true, false], "the lowest class gives way");
+    rig.drain();
+}
+
+#[test]
 fn d12_a_large_request_is_passed_by_small_ones_and_then_by_nobody() {
     // Twelve blocks are in use for a while; the large one needs all.
     let mut rig = Rig::fair(config(8, 40), |rules| rules.admission = Admission::Prompt);
