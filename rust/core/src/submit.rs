@@ -19,6 +19,7 @@ use crate::overload::{AdmissionControl, Arrival, Reservation};
 use crate::policy::PolicyConfig;
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
+use crate::scheduler::MAX_PER_ROW;
 use crate::slots::SlotTable;
 use crate::snapshot::Snapshot;
 use crate::stats::{NUM_STATS, Stats};
@@ -53,6 +54,11 @@ impl Control {
     }
 }
 
+/// Requests that may live at once: waiting ones are bounded by the gate, started ones, displaced ones among them, by their sequences.
+pub(crate) fn max_live_requests(config: &SchedulerConfig) -> usize {
+    config.queue_capacity + MAX_PER_ROW * config.max_num_seqs
+}
+
 /// What submitting threads and the engine thread share.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -78,9 +84,7 @@ impl Shared {
         Self {
             queue: RequestQueue::new(config.queue_capacity),
             controls: ControlStack::new(),
-            // Waiting requests are bounded by the gate and started ones by the rows: none starts while a choice of a started one waits for a row
-            // (or one of its choices runs).
-            slots: SlotTable::new(config.queue_capacity + config.max_num_seqs),
+            slots: SlotTable::new(max_live_requests(config)),
             gate: AdmissionControl::new(config),
             waker: Waker::new(),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
@@ -101,6 +105,7 @@ impl Shared {
 
     /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
     fn queue_full(&self) -> Error {
+        self.gate.count_refusal();
         Error::QueueFull { limit: self.queue.capacity(), retry_after_s: UNKNOWN_RETRY_S }
     }
 

@@ -38,6 +38,7 @@ use crate::config::SchedulerConfig;
 use crate::error::{Error, Result};
 use crate::hash::PrefixHasher;
 use crate::policy::{Class, Fairness, TenantLimits};
+use crate::submit::max_live_requests;
 use crate::sync::{AtomicU64, Ordering};
 use service::low_water;
 
@@ -140,7 +141,7 @@ impl AdmissionControl {
             service: QueuedService::new(),
             model: ServiceModel::new(),
             promises: Promises::new(),
-            tenants: needs_tenants.then(|| TenantTable::new(config.queue_capacity + config.max_num_seqs)),
+            tenants: needs_tenants.then(|| TenantTable::new(max_live_requests(config))),
             is_weighted,
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
             now_ns: CachePadded::new(zero()),
@@ -187,7 +188,7 @@ impl AdmissionControl {
             reserved
         });
         if result.is_err() {
-            self.refusals.num_requests.fetch_add(1, Ordering::Relaxed);
+            self.count_refusal();
             self.leave(tenant);
         }
         result
@@ -453,6 +454,11 @@ impl AdmissionControl {
             num_requests: self.refusals.num_by_load.load(Ordering::Relaxed),
             service_us: self.refusals.by_load_us.load(Ordering::Relaxed),
         }
+    }
+
+    /// Counts a refusal for whatever reason; those of `reserve` are counted.
+    pub(crate) fn count_refusal(&self) {
+        self.refusals.num_requests.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Refused for whatever reason.

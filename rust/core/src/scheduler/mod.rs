@@ -58,6 +58,7 @@ use prompt_logprobs::PromptLogits;
 use request::Request;
 use rows::Rows;
 pub use rows::SamplingRows;
+pub(crate) use sequence::MAX_PER_ROW;
 use sequence::{Order, Sequences};
 
 /// A planned piece of a prompt: the next `num_tokens` tokens of the sequence in `row`.

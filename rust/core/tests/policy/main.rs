@@ -6,6 +6,7 @@
 //! | `classes` | who is served and displaced by class; pauses of batch work; aging |
 //! | `tenants` | shares, displacement, caps |
 //! | `deadlines` | order, expiry |
+//! | `door` | what is let in and refused, and when the refused may come back |
 //! | `pace` | budgets in time |
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
 //! | `random` | random policies and operations, each step checked by the rig |
@@ -15,6 +16,7 @@ mod rng;
 
 mod classes;
 mod deadlines;
+mod door;
 mod memory;
 mod pace;
 mod random;
