@@ -147,26 +147,29 @@ pub enum Error {
     },
     /// The bound on waiting requests is reached.
     #[error(
-        "the queue is full: {limit} requests are waiting (queue_capacity, of which a class fills its queue_share); try \
-         again in {retry_after_s:.3} s"
+        "the queue is full: {queued} requests are waiting, but at most {limit} may now (queue_capacity, of which a class \
+         fills its queue_share; 9/10 of it until a queue that was full is shorter); try again in {retry_after_s:.3} s"
     )]
     QueueFull {
-        /// The bound.
+        /// Requests waiting now.
+        queued: usize,
+        /// How many may wait now.
         limit: usize,
         /// Seconds after which to try again.
         retry_after_s: f64,
     },
     /// The bound on waiting prompt tokens is reached.
     #[error(
-        "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but \
-         max_queued_tokens is {limit} for its class; try again in {retry_after_s:.3} s"
+        "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but at most {limit} may \
+         wait now (max_queued_tokens, of which a class fills its queue_share; 9/10 of it until a queue that was full is \
+         shorter); try again in {retry_after_s:.3} s"
     )]
     QueuedTokensFull {
         /// Prompt tokens waiting now.
         queued: u64,
         /// Prompt tokens of the refused request.
         requested: u64,
-        /// The bound.
+        /// How many may wait now.
         limit: u64,
         /// Seconds after which to try again.
         retry_after_s: f64,
@@ -320,19 +323,5 @@ impl Error {
             | Self::DeadlineUnattainable { retry_after_s, .. } => Some(retry_after_s),
             _ => None,
         }
-    }
-
-    /// The same refusal with another time after which to try again.
-    pub(crate) fn with_retry_after_s(mut self, seconds: f64) -> Self {
-        match &mut self {
-            Self::QueueFull { retry_after_s, .. }
-            | Self::QueuedTokensFull { retry_after_s, .. }
-            | Self::TenantQueueFull { retry_after_s, .. }
-            | Self::TenantOverRate { retry_after_s, .. }
-            | Self::QueueTooLong { retry_after_s, .. }
-            | Self::DeadlineUnattainable { retry_after_s, .. } => *retry_after_s = seconds,
-            _ => {}
-        }
-        self
     }
 }

@@ -106,7 +106,8 @@ impl Shared {
     /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
     fn queue_full(&self) -> Error {
         self.gate.count_refusal();
-        Error::QueueFull { limit: self.queue.capacity(), retry_after_s: UNKNOWN_RETRY_S }
+        let (queued, limit) = (self.gate.queued_requests(), self.queue.capacity());
+        Error::QueueFull { queued, limit, retry_after_s: UNKNOWN_RETRY_S }
     }
 
     /// Relaxed, here and below: the waker's fences order the flag with a sleeper's look at it, and it carries no data.

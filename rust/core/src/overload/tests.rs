@@ -76,7 +76,7 @@ fn a_class_fills_its_part_of_the_bounds() {
     let mut all = Vec::new();
     for (class, limit) in [(Class::Batch, 80), (Class::Standard, 95), (Class::Interactive, 100)] {
         let (held, refused) = fill(&door, &arrival(&limits, class));
-        assert_eq!(refused, Error::QueueFull { limit, retry_after_s: UNKNOWN_RETRY_S });
+        assert_eq!(refused, Error::QueueFull { queued: limit, limit, retry_after_s: UNKNOWN_RETRY_S });
         all.extend(held);
         assert_eq!(all.len(), limit);
     }
@@ -91,7 +91,7 @@ fn without_a_model_nobody_is_refused_for_time() {
     let door = door(10, fcfs(|rules| rules.max_queue_s = Some(0.001)));
     let hasty = Arrival { deadline_ns: Some(1), ..arrival(&limits, Class::Standard) };
     let (held, refused) = fill(&door, &hasty);
-    assert_eq!((held.len(), refused), (10, Error::QueueFull { limit: 10, retry_after_s: 1.0 }));
+    assert_eq!((held.len(), refused), (10, Error::QueueFull { queued: 10, limit: 10, retry_after_s: 1.0 }));
     end(&door, held);
     door.check_drained();
 }
@@ -107,11 +107,11 @@ fn the_bound_in_seconds_holds_and_opens_again_at_nine_tenths() {
     assert!((door.queued_service_s() - 1.0).abs() < 1e-9);
     assert!(door.load().is_refusing);
     // A tenth of a second until there is room.
-    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.1 });
+    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.100_001 });
     end(&door, held.drain(..1));
     let refused = door.reserve(&request).expect_err("9/10 are left");
     // The one before has 100 ms at 0.9 of the capacity.
-    assert_eq!(refused.retry_after_s().map(|seconds| (seconds * 1e6) as u64), Some(211_111));
+    assert_eq!(refused.retry_after_s().map(|seconds| (seconds * 1e6) as u64), Some(211_112));
     end(&door, held.drain(..1));
     assert!(!door.load().is_refusing);
     held.push(door.reserve(&request).expect("8/10 are left"));
@@ -127,7 +127,7 @@ fn more_urgent_work_makes_a_class_wait_longer() {
     door.publish_load(&LoadFigures { class_loads: [0.25, 0.25, 7.0], ..LoadFigures::default() });
     let (batch, refused) = fill(&door, &arrival(&limits, Class::Batch));
     assert_eq!(batch.len(), 5, "interactive and standard take half of the capacity");
-    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.1 });
+    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.2 });
     let (standard, _) = fill(&door, &arrival(&limits, Class::Standard));
     assert_eq!(standard.len(), 7, "interactive takes a quarter");
     let (interactive, _) = fill(&door, &arrival(&limits, Class::Interactive));
@@ -225,7 +225,7 @@ fn rates_of_a_tenant_are_charged_for_what_is_let_in() {
     let request =
         Arrival { tenant: Some(&gold), num_prompt_tokens: 1000, now_ns: 5 * S, ..arrival(&limits, Class::Batch) };
     let (held, refused) = fill(&door, &request);
-    assert_eq!((held.len(), refused), (3, Error::QueueFull { limit: 3, retry_after_s: 1.0 }));
+    assert_eq!((held.len(), refused), (3, Error::QueueFull { queued: 3, limit: 3, retry_after_s: 1.0 }));
     end(&door, held);
     let (mut held, refused) = fill(&door, &request);
     assert_eq!(held.len(), 3, "the refused one was not charged");
@@ -261,12 +261,72 @@ fn a_full_queue_promises_when_a_tenth_of_it_is_gone() {
     door.publish_load(&LoadFigures { base_load: 0.5, ..LoadFigures::default() });
     let (held, refused) = fill(&door, &arrival(&limits, Class::Standard));
     assert_eq!(held.len(), 20);
-    let Error::QueueFull { limit: 20, retry_after_s } = refused else { panic!("{refused}") };
-    // 2 of 20 requests of 0.1 s; half of the capacity is for those that come meanwhile.
-    assert!((retry_after_s - 0.4).abs() < 1e-6, "{retry_after_s}");
-    // The one before has its 0.1 s at 0.4 of the capacity; until then 0.065 of the 0.2 s are done, then half of each second.
+    let Error::QueueFull { queued: 20, limit: 20, retry_after_s } = refused else { panic!("{refused}") };
+    // 3 of 20 requests of 0.1 s; nobody is let in meanwhile.
+    assert!((retry_after_s - 0.3).abs() < 1e-6, "{retry_after_s}");
+    // The one before has its 0.1 s at 0.4 of the capacity.
     let refused = door.reserve(&arrival(&limits, Class::Standard)).expect_err("the queue is full");
-    assert!(refused.retry_after_s().is_some_and(|seconds| (seconds - 0.92).abs() < 1e-6), "{refused}");
+    assert!(refused.retry_after_s().is_some_and(|seconds| (seconds - 0.55).abs() < 1e-6), "{refused}");
+}
+
+#[test]
+fn the_bounds_in_requests_and_tokens_open_again_at_nine_tenths() {
+    let limits = TenantLimits::default();
+    for bounds_tokens in [false, true] {
+        let max_queued_tokens = bounds_tokens.then_some(50);
+        let config = SchedulerConfig { queue_capacity: 50, max_queued_tokens, ..SchedulerConfig::default() };
+        let door = AdmissionControl::new(&config.validate().expect("the configuration is valid"));
+        let of = |num_prompt_tokens| Arrival { num_prompt_tokens, ..arrival(&limits, Class::Standard) };
+        let mut held = vec![door.reserve(&of(1)).expect("there is room")];
+        if bounds_tokens {
+            assert!(door.reserve(&of(50)).is_err_and(|error| error.to_string().contains("at most 50 may wait now")));
+        }
+        assert!(!door.load().is_refusing, "one prompt that is too large closes nothing");
+        let (more, refused) = fill(&door, &of(1));
+        held.extend(more);
+        assert_eq!(held.len(), 50, "{refused}");
+        for num_left in (45..50).rev() {
+            end(&door, held.drain(..1));
+            let refused = door.reserve(&of(1)).expect_err("9/10 are left");
+            assert!(refused.to_string().contains("at most 45 may"), "{num_left} are left: {refused}");
+            assert!(door.load().is_refusing);
+        }
+        end(&door, held.drain(..1));
+        assert!(!door.load().is_refusing);
+        let (more, _) = fill(&door, &of(1));
+        assert_eq!(more.len(), 6, "the refusing has ended");
+        end(&door, held.into_iter().chain(more));
+        door.check_drained();
+    }
+}
+
+#[test]
+fn a_tenant_whose_part_is_full_closes_the_class_for_nobody_else() {
+    for max_queue_s in [None, Some(10.0)] {
+        let capacity = if max_queue_s.is_some() { 1000 } else { 100 };
+        let door = door(capacity, fair(|rules| rules.max_queue_s = max_queue_s));
+        publish_plain(&door);
+        let (limits, [a, b]) = (TenantLimits::default(), ["a", "b"].map(Arc::from));
+        let of = |tenant| Arrival { tenant: Some(tenant), ..arrival(&limits, Class::Interactive) };
+        let mut others: Vec<_> = (0..32).map(|_| door.reserve(&of(&b)).expect("there is room")).collect();
+        let (mut held, refused) = fill(&door, &of(&a));
+        assert!(matches!(refused, Error::TenantQueueFull { .. }), "{refused}");
+        // Four times what is free: 4 * (100 - 32 - own).
+        assert_eq!(held.len(), 55);
+        assert!(!door.load().is_refusing, "only its own part is full");
+        let (more, _) = fill(&door, &of(&b));
+        others.extend(more);
+        assert_eq!(others.len(), 36, "four times what a has left");
+        // The tenant itself waits until a tenth of what it had is gone.
+        end(&door, others.drain(..10));
+        end(&door, held.drain(..5));
+        let refused = door.reserve(&of(&a)).expect_err("50 of 55 are left");
+        assert!(matches!(refused, Error::TenantQueueFull { .. }), "{refused}");
+        end(&door, held.drain(..1));
+        held.push(door.reserve(&of(&a)).expect("49 of 55 are left"));
+        end(&door, held.into_iter().chain(others));
+        door.check_drained();
+    }
 }
 
 #[test]

@@ -204,8 +204,9 @@ impl Scheduler {
         let num_slots = shared.slots.capacity();
         let batch =
             || Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits);
-        // One event for each live request in one step; several choices each may need more.
-        let output = || StepOutput::with_capacity(num_slots, config.max_num_seqs);
+        // One event in one step for each request that waits or runs; more if displaced ones, or several choices of each, end at once.
+        let num_events = config.queue_capacity + config.max_num_seqs;
+        let output = || StepOutput::with_capacity(num_events, config.max_num_seqs);
         let has_accounts = config.rules().counts_service() || config.rules().admission == Admission::Estimated;
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),
@@ -378,7 +379,9 @@ impl Scheduler {
         // Each further choice of a request copies its prompt and takes all its blocks.
         let num_forks = self.rows.num_free().min(usize::try_from(self.num_unstarted_choices).unwrap_or(usize::MAX));
         let fork_work = num_forks.saturating_mul(self.config.max_model_len / 16);
-        self.num_running() * 3 / 4 + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
+        // Once: what has come before service could be predicted gets its price.
+        let num_unpriced = if self.pace.is_published { 0 } else { num_waiting };
+        self.num_running() * 3 / 4 + chunk_tokens / 16 + 8 * (num_queued + num_ended + num_unpriced) + fork_work
     }
 
     /// The block pool, to look at.
