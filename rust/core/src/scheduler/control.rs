@@ -39,7 +39,9 @@ impl Scheduler {
         // In a fixed group there are no classes.
         let class = if self.is_static() { Class::Standard } else { reservation.class };
         let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
-        self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (times.arrival_ns / 1_000_000) as u32, flow };
+        // Who came after this step has read the clock is of no age, not of a negative one.
+        let arrival_ns = times.arrival_ns.min(self.now_ns);
+        self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (arrival_ns / 1_000_000) as u32, flow };
         let entry = Entry { id, arrival, seed, root, max_tokens, reservation, times, hashes };
         let request = Request::new(spec, entry);
         self.deadlines.add(request.next_deadline_ns(), id.slot());

@@ -277,7 +277,7 @@ impl Scheduler {
         self.sink = sink;
     }
 
-    /// Commits the result of the last batch and plans the next; `now_ns` is the time of this step.
+    /// Commits the result of the last batch and plans the next; `now_ns` is the time of this step (at least that of the last one).
     ///
     /// Afterwards `batch` is what to run (empty if nothing can run) and `output` what to tell.
     ///
@@ -304,6 +304,8 @@ impl Scheduler {
         if !is_closed {
             self.check_result(result)?;
         }
+        // Time does not go back: what has been waited for stays.
+        let now_ns = now_ns.max(self.now_ns);
         self.now_ns = now_ns;
         self.take_controls();
         self.rates.tick(now_ns, &self.shared.gate);
