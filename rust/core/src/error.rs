@@ -217,18 +217,20 @@ pub enum Error {
         /// Seconds after which to try again.
         retry_after_s: f64,
     },
-    /// The first token is predicted to come after the deadline.
+    /// The first token, or the last one, is predicted to come after its deadline.
     #[error(
-        "the deadline cannot be met: the first token is predicted after {predicted_ms:.1} ms, but the deadline is \
-         after {deadline_ms:.1}; try again in {retry_after_s:.3} s, or with a later deadline"
+        "the deadline cannot be met: the {token} token is predicted after {predicted_ms:.1} ms, but the deadline is \
+         after {deadline_ms:.1}; {}", deadline_advice(token, *retry_after_s)
     )]
     DeadlineUnattainable {
-        /// Milliseconds until the first token.
+        /// Which token: "first" or "last".
+        token: &'static str,
+        /// Milliseconds until that token.
         predicted_ms: f64,
         /// The deadline, in milliseconds from the submission.
         deadline_ms: f64,
-        /// Seconds after which to try again.
-        retry_after_s: f64,
+        /// Seconds after which to try again; `None` = it cannot be met even when nothing waits.
+        retry_after_s: Option<f64>,
     },
     /// The scheduler was closed.
     #[error("the engine is closed; create a new one")]
@@ -311,16 +313,25 @@ pub enum Error {
     },
 }
 
+/// What to do about a deadline that cannot be met.
+fn deadline_advice(token: &str, retry_after_s: Option<f64>) -> String {
+    match retry_after_s {
+        Some(seconds) => format!("try again in {seconds:.3} s, or with a later deadline"),
+        None if token == "first" => "nothing has to be waited for: give a later deadline or a shorter prompt".to_owned(),
+        None => "nothing has to be waited for: give a later deadline or a lower max_tokens".to_owned(),
+    }
+}
+
 impl Error {
-    /// Seconds after which to try again, of a refusal because of load or rates.
+    /// Seconds after which to try again, of a refusal because of load or rates; of others coming back does not help.
     pub fn retry_after_s(&self) -> Option<f64> {
         match *self {
             Self::QueueFull { retry_after_s, .. }
             | Self::QueuedTokensFull { retry_after_s, .. }
             | Self::TenantQueueFull { retry_after_s, .. }
             | Self::TenantOverRate { retry_after_s, .. }
-            | Self::QueueTooLong { retry_after_s, .. }
-            | Self::DeadlineUnattainable { retry_after_s, .. } => Some(retry_after_s),
+            | Self::QueueTooLong { retry_after_s, .. } => Some(retry_after_s),
+            Self::DeadlineUnattainable { retry_after_s, .. } => retry_after_s,
             _ => None,
         }
     }

@@ -77,6 +77,7 @@ pub(crate) struct Shared {
     vocab_size: Option<u32>,
     max_model_len: usize,
     hash_prompts: bool,
+    block_size: usize,
 }
 
 impl Shared {
@@ -95,12 +96,20 @@ impl Shared {
             vocab_size: config.vocab_size,
             max_model_len: config.max_model_len,
             hash_prompts: config.enable_prefix_caching,
+            block_size: config.block_size,
         }
     }
 
     /// Whether a step would find something that it did not know of before.
     pub(crate) fn has_news(&self) -> bool {
         !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed() || self.is_pause_news()
+    }
+
+    /// Leading tokens of a prompt that may turn out to be cached: whole blocks, and never the last token.
+    fn num_cacheable_tokens(&self, spec: &RequestSpec) -> u64 {
+        let may_hit = self.hash_prompts && spec.prompt_logprobs.is_none();
+        let num_blocks = if may_hit { (spec.prompt_token_ids.len() - 1) / self.block_size } else { 0 };
+        (num_blocks * self.block_size) as u64
     }
 
     /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
@@ -167,9 +176,11 @@ impl Submitter {
             limits: terms.limits,
             class: terms.class,
             num_prompt_tokens: spec.prompt_token_ids.len() as u64,
+            num_cacheable_tokens: shared.num_cacheable_tokens(&spec),
             max_tokens,
             num_choices: spec.n,
             deadline_ns: terms.first_token_deadline_ns(),
+            end_deadline_ns: terms.last_token_deadline_ns(),
             now_ns,
         };
         let reservation = shared.gate.reserve(&arrival)?;

@@ -62,10 +62,14 @@ pub(crate) struct Arrival<'a> {
     pub(crate) limits: &'a TenantLimits,
     pub(crate) class: Class,
     pub(crate) num_prompt_tokens: u64,
+    /// Of these, leading ones that may turn out to be cached.
+    pub(crate) num_cacheable_tokens: u64,
     pub(crate) max_tokens: u32,
     pub(crate) num_choices: u32,
     /// Until its first token, from now.
     pub(crate) deadline_ns: Option<u64>,
+    /// Until its last token, from now.
+    pub(crate) end_deadline_ns: Option<u64>,
     pub(crate) now_ns: u64,
 }
 
@@ -235,7 +239,7 @@ impl AdmissionControl {
         let num_prompt_tokens = arrival.num_prompt_tokens as u32;
         let reservation = Reservation { service_us: known_us.unwrap_or(0), num_prompt_tokens, tenant, class };
         if known_us.is_some() {
-            self.check_deadline(arrival, &reservation)?;
+            self.check_deadlines(arrival, &reservation)?;
         }
         self.queue_for_tenant(arrival, &reservation)?;
         let held = self.queue_service(arrival, &reservation).inspect_err(|_| {
@@ -268,28 +272,31 @@ impl AdmissionControl {
         Some(u32::try_from(service_ns.div_ceil(1000)).unwrap_or(u32::MAX))
     }
 
-    /// Refuses what cannot have its first token in time.
-    fn check_deadline(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
-        let Some(deadline_ns) = arrival.deadline_ns else {
-            return Ok(());
-        };
-        let prompt_us = self.model.prompt_ns(arrival.num_prompt_tokens) as f64 / 1e3;
-        let deadline_us = deadline_ns as f64 / 1e3;
-        let wait_us = self.predicted_wait_us(arrival, reservation.tenant);
-        if wait_us + prompt_us <= deadline_us {
+    /// Refuses what cannot have its first token, or its last one, in time. Nobody knows here what of the prompt is cached, so a deadline that
+    /// could be met with all of it cached is not refused; and an output is thought to be as short as few of its class are.
+    fn check_deadlines(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+        if arrival.deadline_ns.is_none() && arrival.end_deadline_ns.is_none() {
             return Ok(());
         }
-        // To a tenth below, so that there is room for more than one when they come back.
-        let room_us = (deadline_us - prompt_us).max(0.0) * 0.9;
-        let retry_after_s = if wait_us > 0.0 {
-            let excess_us = (wait_us - room_us) * (1.0 - self.urgent_load(arrival.class));
-            self.promise(arrival, reservation, excess_us, false)
-        } else {
-            // Not because of load: its prompt alone takes longer.
-            UNKNOWN_RETRY_S
-        };
-        let (predicted_ms, deadline_ms) = ((wait_us + prompt_us) / 1e3, deadline_us / 1e3);
-        Err(Error::DeadlineUnattainable { predicted_ms, deadline_ms, retry_after_s })
+        let prompt_ns = self.model.prompt_ns(arrival.num_prompt_tokens - arrival.num_cacheable_tokens);
+        let whole_ns = prompt_ns + self.model.output_ns(arrival.class, arrival.max_tokens);
+        let wait_us = self.predicted_wait_us(arrival, reservation.tenant);
+        let deadlines = [("first", arrival.deadline_ns, prompt_ns), ("last", arrival.end_deadline_ns, whole_ns)];
+        for (token, deadline_ns, own_ns) in deadlines {
+            let Some(deadline_ns) = deadline_ns else { continue };
+            let [own_us, deadline_us] = [own_ns, deadline_ns].map(|ns| ns as f64 / 1e3);
+            if wait_us + own_us > deadline_us {
+                let retry_after_s = (own_us < deadline_us).then(|| {
+                    // To a tenth below, so that there is room for more than one when they come back.
+                    let room_us = (deadline_us - own_us) * 0.9;
+                    let excess_us = (wait_us - room_us) * (1.0 - self.urgent_load(arrival.class));
+                    self.promise(arrival, reservation, excess_us, false)
+                });
+                let (predicted_ms, deadline_ms) = ((wait_us + own_us) / 1e3, deadline_us / 1e3);
+                return Err(Error::DeadlineUnattainable { token, predicted_ms, deadline_ms, retry_after_s });
+            }
+        }
+        Ok(())
     }
 
     /// Microseconds that a request would wait for a row.

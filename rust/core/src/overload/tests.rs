@@ -19,6 +19,8 @@ fn publish_plain(door: &AdmissionControl) {
         ns_per_prompt_token: 1e6,
         ns_per_output_token: 1e6,
         expected_output_tokens: [100.0; 3],
+        likely_output_tokens: [40.0; 3],
+        ns_per_step: 5e6,
         num_startable: 0,
     });
 }
@@ -43,9 +45,11 @@ fn arrival(limits: &TenantLimits, class: Class) -> Arrival<'_> {
         limits,
         class,
         num_prompt_tokens: 0,
+        num_cacheable_tokens: 0,
         max_tokens: 1000,
         num_choices: 1,
         deadline_ns: None,
+        end_deadline_ns: None,
         now_ns: 0,
     }
 }
@@ -145,24 +149,54 @@ fn a_deadline_that_cannot_be_met_is_refused_with_both_times() {
     let request = Arrival { num_prompt_tokens: 50, deadline_ns: Some(400 * MS), ..arrival(&limits, Class::Standard) };
     let (held, refused) = fill(&door, &request);
     assert_eq!(held.len(), 3, "the third waits for 300 ms and computes its prompt for 50");
-    let Error::DeadlineUnattainable { predicted_ms, deadline_ms, retry_after_s } = refused else { panic!("{refused}") };
+    let Error::DeadlineUnattainable { token: "first", predicted_ms, deadline_ms, retry_after_s: Some(retry_after_s) } =
+        refused
+    else {
+        panic!("{refused}")
+    };
     assert!((predicted_ms - 500.0).abs() < 1e-6 && (deadline_ms - 400.0).abs() < 1e-6, "{predicted_ms} {deadline_ms}");
     // 450 ms wait, and 350 are allowed; to a tenth below that.
     assert!((retry_after_s - (0.45 - 0.35 * 0.9)).abs() < 1e-6, "{retry_after_s}");
     assert!(door.reserve(&Arrival { deadline_ns: Some(501 * MS), ..request }).is_ok(), "a later one is attainable");
     let hopeless = Arrival { num_prompt_tokens: 500, ..request };
-    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { .. })));
-    assert_eq!(door.refused().num_requests, 2);
+    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { retry_after_s: None, .. })));
+    assert_eq!(door.refused().num_requests, 1, "its own prompt is too long, whatever the load");
     // The next step has room for five.
     door.publish(&ServiceFigures {
         ns_per_prompt_token: 1e6,
         ns_per_output_token: 1e6,
         expected_output_tokens: [100.0; 3],
         num_startable: 5,
+        ..ServiceFigures::default()
     });
     assert!(door.reserve(&request).is_ok(), "the fifth would start at once");
-    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { retry_after_s: UNKNOWN_RETRY_S, .. })));
-    assert_eq!(door.refused().num_requests, 2, "its own prompt is too long, whatever the load");
+    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { retry_after_s: None, .. })));
+    assert_eq!(door.refused().num_requests, 1);
+    assert!(door.reserve(&Arrival { num_cacheable_tokens: 496, ..hopeless }).is_ok(), "who knows what is cached");
+}
+
+#[test]
+fn a_deadline_for_the_end_is_refused_if_few_outputs_are_so_short() {
+    let limits = TenantLimits::default();
+    let door = door(1000, PolicyConfig::fcfs());
+    publish_plain(&door);
+    let of = |deadline_ms: u64| Arrival {
+        num_prompt_tokens: 50,
+        deadline_ns: Some(deadline_ms * MS),
+        end_deadline_ns: Some(deadline_ms * MS),
+        ..arrival(&limits, Class::Standard)
+    };
+    // 50 ms for its prompt, and nine of ten outputs take 39 steps of 5 ms after their first token.
+    let refused = door.reserve(&of(244)).expect_err("it would end after 245 ms");
+    let text = refused.to_string();
+    assert!(text.contains("the last token is predicted after 245.0 ms, but the deadline is after 244.0"), "{text}");
+    assert!(text.ends_with("give a later deadline or a lower max_tokens") && !text.contains("try again"), "{text}");
+    assert_eq!((refused.retry_after_s(), door.refused().num_requests), (None, 0), "the load is not the cause");
+    assert!(door.reserve(&of(245)).is_ok());
+    let refused = door.reserve(&of(300)).expect_err("it waits for 150 ms, too");
+    assert!(refused.retry_after_s().is_some() && refused.to_string().contains("last token"), "{refused}");
+    let short = Arrival { max_tokens: 3, ..of(244) };
+    assert!(door.reserve(&short).is_ok(), "150 ms of waiting, 50 ms, and two steps");
 }
 
 #[test]
@@ -390,6 +424,8 @@ fn burst(door: &AdmissionControl, deadline_ns: Option<u64>, seed: u64) -> Outcom
         ns_per_prompt_token: per_prompt_token,
         ns_per_output_token: per_output_token,
         expected_output_tokens: [128.0; 3],
+        likely_output_tokens: [50.0; 3],
+        ns_per_step: 7e6,
         num_startable: 0,
     });
     let mean_ns = 256.0 * per_prompt_token + 128.0 * per_output_token;

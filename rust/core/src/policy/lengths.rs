@@ -73,6 +73,18 @@ impl History {
         self.num_new += 1;
     }
 
+    /// A length that nine of ten outputs reach, rounded down to where a bucket begins.
+    fn likely(&self) -> f64 {
+        let mut shorter = 0.0;
+        for (index, count) in self.counts.iter().enumerate() {
+            shorter += count;
+            if shorter > 0.1 * self.weight {
+                return start_of(index);
+            }
+        }
+        0.0
+    }
+
     /// Outputs of at least `len` tokens, by weight; within a bucket they are spread evenly.
     fn at_least(&self, suffix: &[f64; NUM_BUCKETS + 1], len: u32) -> f64 {
         let index = bucket(len);
@@ -119,6 +131,11 @@ impl LengthHistory {
         self.classes[class as usize].mean
     }
 
+    /// Length that nine of ten of the last outputs reach, about.
+    pub fn likely(&self, class: Class) -> f64 {
+        self.classes[class as usize].likely()
+    }
+
     /// Makes the tables that `survival` reads up to date; they change after every few ends.
     pub fn refresh(&mut self) {
         for class in &mut self.classes {
@@ -163,6 +180,12 @@ mod tests {
         }
         history.refresh();
         assert!((history.mean(Class::Standard) - 544.0).abs() < 30.0);
+        assert!((history.likely(Class::Standard) - 64.0).abs() < 1.0 && history.likely(Class::Batch) < 32.0);
+        for _ in 0..400 {
+            history.observe(Class::Interactive, 20);
+            (0..20).for_each(|_| history.observe(Class::Interactive, 200));
+        }
+        assert!((history.likely(Class::Interactive) - 192.0).abs() < 1.0, "one of 21 is shorter");
         let at = |horizon| HORIZONS.iter().position(|&other| other == horizon).expect("it is looked at");
         let fresh = history.survival(Class::Standard, 0);
         assert!((fresh[at(128)] - 0.5).abs() < 0.05 && fresh[at(16)] > 0.95 && fresh[at(2048)] < 0.01);

@@ -126,11 +126,14 @@ impl Scheduler {
             return;
         }
         let [a, b, c, _] = self.pace.cost.coefficients();
-        let mean_context = self.lanes.total_tokens() as f64 / self.lanes.num_live().max(1) as f64;
+        let (num_decoding, num_tokens) = (self.lanes.num_live().max(1) as f64, self.lanes.total_tokens() as f64);
+        let mean_context = num_tokens / num_decoding;
         self.shared.gate.publish(&ServiceFigures {
             ns_per_prompt_token: b,
             ns_per_output_token: a / self.pace.crowd(self.config.max_num_seqs) + b + c * mean_context,
             expected_output_tokens: Class::ALL.map(|class| self.growth.mean_length(class)),
+            likely_output_tokens: Class::ALL.map(|class| self.growth.likely_length(class)),
+            ns_per_step: a + b * num_decoding + c * num_tokens,
             num_startable: if is_waiting { 0 } else { self.rows.num_free() },
         });
         if !std::mem::replace(&mut self.pace.is_published, true) {
