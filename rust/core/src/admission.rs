@@ -78,7 +78,11 @@ impl AdmissionGate {
         let mut queued = self.queued.load(Ordering::Relaxed);
         loop {
             if requests(queued) >= max_requests {
-                return Err(Error::QueueFull { limit: max_requests, retry_after_s: UNKNOWN_RETRY_S });
+                return Err(Error::QueueFull {
+                    queued: requests(queued),
+                    limit: max_requests,
+                    retry_after_s: UNKNOWN_RETRY_S,
+                });
             }
             let queued_tokens = tokens(queued);
             if num_tokens > max_tokens.saturating_sub(queued_tokens) {

@@ -147,26 +147,29 @@ pub enum Error {
     },
     /// The bound on waiting requests is reached.
     #[error(
-        "the queue is full: {limit} requests are waiting (queue_capacity, of which a class fills its queue_share); try \
-         again in {retry_after_s:.3} s"
+        "the queue is full: {queued} requests are waiting, but at most {limit} may now (queue_capacity, of which a class \
+         fills its queue_share; 9/10 of it until a queue that was full is shorter); try again in {retry_after_s:.3} s"
     )]
     QueueFull {
-        /// The bound.
+        /// Requests waiting now.
+        queued: usize,
+        /// How many may wait now.
         limit: usize,
         /// Seconds after which to try again.
         retry_after_s: f64,
     },
     /// The bound on waiting prompt tokens is reached.
     #[error(
-        "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but \
-         max_queued_tokens is {limit} for its class; try again in {retry_after_s:.3} s"
+        "the queue is full: {queued} prompt tokens are waiting and this prompt has {requested}, but at most {limit} may \
+         wait now (max_queued_tokens, of which a class fills its queue_share; 9/10 of it until a queue that was full is \
+         shorter); try again in {retry_after_s:.3} s"
     )]
     QueuedTokensFull {
         /// Prompt tokens waiting now.
         queued: u64,
         /// Prompt tokens of the refused request.
         requested: u64,
-        /// The bound.
+        /// How many may wait now.
         limit: u64,
         /// Seconds after which to try again.
         retry_after_s: f64,
@@ -214,18 +217,20 @@ pub enum Error {
         /// Seconds after which to try again.
         retry_after_s: f64,
     },
-    /// The first token is predicted to come after the deadline.
+    /// The first token, or the last one, is predicted to come after its deadline.
     #[error(
-        "the deadline cannot be met: the first token is predicted after {predicted_ms:.1} ms, but the deadline is \
-         after {deadline_ms:.1}; try again in {retry_after_s:.3} s, or with a later deadline"
+        "the deadline cannot be met: the {token} token is predicted after {predicted_ms:.1} ms, but the deadline is \
+         after {deadline_ms:.1}; {}", deadline_advice(token, *retry_after_s)
     )]
     DeadlineUnattainable {
-        /// Milliseconds until the first token.
+        /// Which token: "first" or "last".
+        token: &'static str,
+        /// Milliseconds until that token.
         predicted_ms: f64,
         /// The deadline, in milliseconds from the submission.
         deadline_ms: f64,
-        /// Seconds after which to try again.
-        retry_after_s: f64,
+        /// Seconds after which to try again; `None` = it cannot be met even when nothing waits.
+        retry_after_s: Option<f64>,
     },
     /// The scheduler was closed.
     #[error("the engine is closed; create a new one")]
@@ -308,31 +313,28 @@ pub enum Error {
     },
 }
 
+/// What to do about a deadline that cannot be met.
+fn deadline_advice(token: &str, retry_after_s: Option<f64>) -> String {
+    match retry_after_s {
+        Some(seconds) => format!("try again in {seconds:.3} s, or with a later deadline"),
+        None if token == "first" => {
+            "nothing has to be waited for: give a later deadline or a shorter prompt".to_owned()
+        }
+        None => "nothing has to be waited for: give a later deadline or a lower max_tokens".to_owned(),
+    }
+}
+
 impl Error {
-    /// Seconds after which to try again, of a refusal because of load or rates.
+    /// Seconds after which to try again, of a refusal because of load or rates; of others coming back does not help.
     pub fn retry_after_s(&self) -> Option<f64> {
         match *self {
             Self::QueueFull { retry_after_s, .. }
             | Self::QueuedTokensFull { retry_after_s, .. }
             | Self::TenantQueueFull { retry_after_s, .. }
             | Self::TenantOverRate { retry_after_s, .. }
-            | Self::QueueTooLong { retry_after_s, .. }
-            | Self::DeadlineUnattainable { retry_after_s, .. } => Some(retry_after_s),
+            | Self::QueueTooLong { retry_after_s, .. } => Some(retry_after_s),
+            Self::DeadlineUnattainable { retry_after_s, .. } => retry_after_s,
             _ => None,
         }
-    }
-
-    /// The same refusal with another time after which to try again.
-    pub(crate) fn with_retry_after_s(mut self, seconds: f64) -> Self {
-        match &mut self {
-            Self::QueueFull { retry_after_s, .. }
-            | Self::QueuedTokensFull { retry_after_s, .. }
-            | Self::TenantQueueFull { retry_after_s, .. }
-            | Self::TenantOverRate { retry_after_s, .. }
-            | Self::QueueTooLong { retry_after_s, .. }
-            | Self::DeadlineUnattainable { retry_after_s, .. } => *retry_after_s = seconds,
-            _ => {}
-        }
-        self
     }
 }

@@ -19,6 +19,7 @@ use crate::overload::{AdmissionControl, Arrival, Reservation};
 use crate::policy::PolicyConfig;
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
+use crate::scheduler::MAX_PER_ROW;
 use crate::slots::SlotTable;
 use crate::snapshot::Snapshot;
 use crate::stats::{NUM_STATS, Stats};
@@ -53,6 +54,11 @@ impl Control {
     }
 }
 
+/// Requests that may live at once: waiting ones are bounded by the gate, started ones, displaced ones among them, by their sequences.
+pub(crate) fn max_live_requests(config: &SchedulerConfig) -> usize {
+    config.queue_capacity + MAX_PER_ROW * config.max_num_seqs
+}
+
 /// What submitting threads and the engine thread share.
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -71,6 +77,7 @@ pub(crate) struct Shared {
     vocab_size: Option<u32>,
     max_model_len: usize,
     hash_prompts: bool,
+    block_size: usize,
 }
 
 impl Shared {
@@ -78,9 +85,7 @@ impl Shared {
         Self {
             queue: RequestQueue::new(config.queue_capacity),
             controls: ControlStack::new(),
-            // Waiting requests are bounded by the gate and started ones by the rows: none starts while a choice of a started one waits for a row
-            // (or one of its choices runs).
-            slots: SlotTable::new(config.queue_capacity + config.max_num_seqs),
+            slots: SlotTable::new(max_live_requests(config)),
             gate: AdmissionControl::new(config),
             waker: Waker::new(),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
@@ -91,6 +96,7 @@ impl Shared {
             vocab_size: config.vocab_size,
             max_model_len: config.max_model_len,
             hash_prompts: config.enable_prefix_caching,
+            block_size: config.block_size,
         }
     }
 
@@ -99,9 +105,18 @@ impl Shared {
         !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed() || self.is_pause_news()
     }
 
+    /// Leading tokens of a prompt that may turn out to be cached: whole blocks, and never the last token.
+    fn num_cacheable_tokens(&self, spec: &RequestSpec) -> u64 {
+        let may_hit = self.hash_prompts && spec.prompt_logprobs.is_none();
+        let num_blocks = if may_hit { (spec.prompt_token_ids.len() - 1) / self.block_size } else { 0 };
+        (num_blocks * self.block_size) as u64
+    }
+
     /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
     fn queue_full(&self) -> Error {
-        Error::QueueFull { limit: self.queue.capacity(), retry_after_s: UNKNOWN_RETRY_S }
+        self.gate.count_refusal();
+        let (queued, limit) = (self.gate.queued_requests(), self.queue.capacity());
+        Error::QueueFull { queued, limit, retry_after_s: UNKNOWN_RETRY_S }
     }
 
     /// Relaxed, here and below: the waker's fences order the flag with a sleeper's look at it, and it carries no data.
@@ -161,9 +176,11 @@ impl Submitter {
             limits: terms.limits,
             class: terms.class,
             num_prompt_tokens: spec.prompt_token_ids.len() as u64,
+            num_cacheable_tokens: shared.num_cacheable_tokens(&spec),
             max_tokens,
             num_choices: spec.n,
             deadline_ns: terms.first_token_deadline_ns(),
+            end_deadline_ns: terms.last_token_deadline_ns(),
             now_ns,
         };
         let reservation = shared.gate.reserve(&arrival)?;

@@ -675,7 +675,7 @@ fn the_refusing_of_a_class_is_not_ended_by_one_who_looked_before() {
             let queued = Arc::clone(&queued);
             thread::spawn(move || queued.release(Class::Standard, 50))
         };
-        let was_refusing = queued.keeps_refusing(Class::Standard);
+        let was_refusing = queued.keeps_refusing(Class::Standard).is_some();
         if !was_refusing {
             assert_eq!(queued.start_refusing(Class::Standard), 50, "the new level is what is left");
         }

@@ -326,7 +326,7 @@ fn the_gate_names_the_bound_that_is_reached_and_keeps_nothing() {
     );
     assert_eq!((gate.queued_requests(), gate.queued_tokens()), (1, 7));
     assert_eq!(gate.reserve(3), Ok(()));
-    assert_eq!(gate.reserve(0), Err(Error::QueueFull { limit: 2, retry_after_s: UNKNOWN_RETRY_S }));
+    assert_eq!(gate.reserve(0), Err(Error::QueueFull { queued: 2, limit: 2, retry_after_s: UNKNOWN_RETRY_S }));
     gate.release(7);
     assert_eq!((gate.queued_requests(), gate.queued_tokens()), (1, 3));
     assert!(matches!(gate.reserve(u64::MAX), Err(Error::QueuedTokensFull { requested: u64::MAX, .. })));

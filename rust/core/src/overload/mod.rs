@@ -11,11 +11,15 @@
 //!
 //! Atomics only: nobody waits for anybody, and nothing is allocated. With neither tenants nor a model a request pays the one
 //! compare-exchange of `AdmissionGate`.
+//!
+//! Hysteresis (`refusing.rs`): whoever has refused because of a full queue, a class or the part of a tenant, in requests, tokens or seconds,
+//! refuses until 9/10 of it are left; a tenant with less than half of its part is let in meanwhile.
 
 mod bucket;
 mod model;
 mod promises;
 mod rates;
+mod refusing;
 mod service;
 mod tenants;
 pub(crate) mod terms;
@@ -38,8 +42,10 @@ use crate::config::SchedulerConfig;
 use crate::error::{Error, Result};
 use crate::hash::PrefixHasher;
 use crate::policy::{Class, Fairness, TenantLimits};
+use crate::submit::max_live_requests;
 use crate::sync::{AtomicU64, Ordering};
-use service::low_water;
+use refusing::{Refusing, Shortage};
+use tenants::Measure;
 
 /// What a tenant may have in the queue, relative to what is free of it.
 const TENANT_FACTOR: u64 = 4;
@@ -56,10 +62,14 @@ pub(crate) struct Arrival<'a> {
     pub(crate) limits: &'a TenantLimits,
     pub(crate) class: Class,
     pub(crate) num_prompt_tokens: u64,
+    /// Of these, leading ones that may turn out to be cached.
+    pub(crate) num_cacheable_tokens: u64,
     pub(crate) max_tokens: u32,
     pub(crate) num_choices: u32,
     /// Until its first token, from now.
     pub(crate) deadline_ns: Option<u64>,
+    /// Until its last token, from now.
+    pub(crate) end_deadline_ns: Option<u64>,
     pub(crate) now_ns: u64,
 }
 
@@ -91,6 +101,7 @@ pub(crate) struct AdmissionControl {
     max_requests: [usize; 3],
     max_tokens: [u64; 3],
     max_queue_us: [Option<f64>; 3],
+    full: CachePadded<Full>,
     service: QueuedService,
     model: ServiceModel,
     promises: Promises,
@@ -102,6 +113,13 @@ pub(crate) struct AdmissionControl {
     now_ns: CachePadded<AtomicU64>,
     refusals: CachePadded<Refusals>,
     load: CachePadded<PublishedLoad>,
+}
+
+/// By class: its part of the bounds is full, or was and is not yet empty enough. Read by every submit, seldom written.
+#[derive(Debug)]
+struct Full {
+    requests: [Refusing; 3],
+    tokens: [Refusing; 3],
 }
 
 #[derive(Debug)]
@@ -137,10 +155,14 @@ impl AdmissionControl {
             max_requests: shares.map(|share| ((bounds.max_requests() as f64 * share) as usize).max(1)),
             max_tokens: shares.map(|share| part_of_tokens(bounds.max_tokens(), share)),
             max_queue_us: shares.map(|share| rules.max_queue_s.map(|seconds| seconds * share * 1e6)),
+            full: CachePadded::new(Full {
+                requests: std::array::from_fn(|_| Refusing::new()),
+                tokens: std::array::from_fn(|_| Refusing::new()),
+            }),
             service: QueuedService::new(),
             model: ServiceModel::new(),
             promises: Promises::new(),
-            tenants: needs_tenants.then(|| TenantTable::new(config.queue_capacity + config.max_num_seqs)),
+            tenants: needs_tenants.then(|| TenantTable::new(max_live_requests(config))),
             is_weighted,
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
             now_ns: CachePadded::new(zero()),
@@ -187,7 +209,7 @@ impl AdmissionControl {
             reserved
         });
         if result.is_err() {
-            self.refusals.num_requests.fetch_add(1, Ordering::Relaxed);
+            self.count_refusal();
             self.leave(tenant);
         }
         result
@@ -213,57 +235,62 @@ impl AdmissionControl {
     /// Everything behind the rates.
     fn reserve_queue(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> Result<Reservation> {
         let class = arrival.class;
-        let service_ns =
-            self.model.service_ns(class, arrival.num_prompt_tokens, arrival.max_tokens, arrival.num_choices);
-        let service_us = service_ns.map_or(0, |ns| u32::try_from(ns.div_ceil(1000)).unwrap_or(u32::MAX));
+        let known_us = self.service_us(class, arrival.num_prompt_tokens, arrival.max_tokens, arrival.num_choices);
         let num_prompt_tokens = arrival.num_prompt_tokens as u32;
-        let reservation = Reservation { service_us, num_prompt_tokens, tenant, class };
-        if service_ns.is_some() {
-            self.check_deadline(arrival, &reservation)?;
+        let reservation = Reservation { service_us: known_us.unwrap_or(0), num_prompt_tokens, tenant, class };
+        if known_us.is_some() {
+            self.check_deadlines(arrival, &reservation)?;
         }
         self.queue_for_tenant(arrival, &reservation)?;
         let held = self.queue_service(arrival, &reservation).inspect_err(|_| {
             self.tenants.iter().for_each(|tenants| tenants.dequeue(tenant));
         });
         held?;
-        let (max_requests, max_tokens) = (self.max_requests[class as usize], self.max_tokens[class as usize]);
-        self.bounds.reserve_within(arrival.num_prompt_tokens, max_requests, max_tokens).map_err(|error| {
-            self.release_service(&reservation);
-            let excess = match error {
-                Error::QueuedTokensFull { queued, requested, .. } => {
-                    let over = (queued + requested).saturating_sub(low_water(max_tokens));
-                    over as f64 / queued.max(1) as f64
-                }
-                _ => 1.0 - low_water(max_requests as u64) as f64 / max_requests as f64,
-            };
-            let excess_us = self.service.total() as f64 * excess.min(1.0);
-            error.with_retry_after_s(self.promise(arrival, &reservation, excess_us, false))
-        })?;
+        self.queue_request(arrival, &reservation).inspect_err(|_| self.release_service(&reservation))?;
         Ok(reservation)
     }
 
-    /// Refuses what cannot have its first token in time.
-    fn check_deadline(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
-        let Some(deadline_ns) = arrival.deadline_ns else {
-            return Ok(());
-        };
-        let prompt_us = self.model.prompt_ns(arrival.num_prompt_tokens) as f64 / 1e3;
-        let deadline_us = deadline_ns as f64 / 1e3;
-        let wait_us = self.predicted_wait_us(arrival, reservation.tenant);
-        if wait_us + prompt_us <= deadline_us {
+    /// Reserves the service of a request that came before it could be predicted, whatever the bounds: it is in the queue.
+    pub(crate) fn price(&self, reservation: Reservation, max_tokens: u32, num_choices: u32) -> Reservation {
+        let Reservation { num_prompt_tokens, tenant, class, .. } = reservation;
+        let service_us = self.service_us(class, u64::from(num_prompt_tokens), max_tokens, num_choices);
+        let Some(service_us) = service_us else { return reservation };
+        let _ = self.service.reserve(class, u64::from(service_us), u64::MAX);
+        let _ = self.tenants.as_ref().map(|tenants| tenants.queue_service(tenant, u64::from(service_us), u64::MAX));
+        Reservation { service_us, ..reservation }
+    }
+
+    /// Microseconds of service; `None` = nobody knows yet.
+    fn service_us(&self, class: Class, num_prompt_tokens: u64, max_tokens: u32, num_choices: u32) -> Option<u32> {
+        let service_ns = self.model.service_ns(class, num_prompt_tokens, max_tokens, num_choices)?;
+        Some(u32::try_from(service_ns.div_ceil(1000)).unwrap_or(u32::MAX))
+    }
+
+    /// Refuses what cannot have its first token, or its last one, in time. Nobody knows here what of the prompt is cached, so a deadline that
+    /// could be met with all of it cached is not refused; and an output is thought to be as short as few of its class are.
+    fn check_deadlines(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+        if arrival.deadline_ns.is_none() && arrival.end_deadline_ns.is_none() {
             return Ok(());
         }
-        // To a tenth below, so that there is room for more than one when they come back.
-        let room_us = (deadline_us - prompt_us).max(0.0) * 0.9;
-        let retry_after_s = if wait_us > 0.0 {
-            let excess_us = (wait_us - room_us) * (1.0 - self.urgent_load(arrival.class));
-            self.promise(arrival, reservation, excess_us, false)
-        } else {
-            // Not because of load: its prompt alone takes longer.
-            UNKNOWN_RETRY_S
-        };
-        let (predicted_ms, deadline_ms) = ((wait_us + prompt_us) / 1e3, deadline_us / 1e3);
-        Err(Error::DeadlineUnattainable { predicted_ms, deadline_ms, retry_after_s })
+        let prompt_ns = self.model.prompt_ns(arrival.num_prompt_tokens - arrival.num_cacheable_tokens);
+        let whole_ns = prompt_ns + self.model.output_ns(arrival.class, arrival.max_tokens);
+        let wait_us = self.predicted_wait_us(arrival, reservation.tenant);
+        let deadlines = [("first", arrival.deadline_ns, prompt_ns), ("last", arrival.end_deadline_ns, whole_ns)];
+        for (token, deadline_ns, own_ns) in deadlines {
+            let Some(deadline_ns) = deadline_ns else { continue };
+            let [own_us, deadline_us] = [own_ns, deadline_ns].map(|ns| ns as f64 / 1e3);
+            if wait_us + own_us > deadline_us {
+                let retry_after_s = (own_us < deadline_us).then(|| {
+                    // To a tenth below, so that there is room for more than one when they come back.
+                    let room_us = (deadline_us - own_us) * 0.9;
+                    let excess_us = (wait_us - room_us) * (1.0 - self.urgent_load(arrival.class));
+                    self.promise(arrival, reservation, excess_us, false)
+                });
+                let (predicted_ms, deadline_ms) = ((wait_us + own_us) / 1e3, deadline_us / 1e3);
+                return Err(Error::DeadlineUnattainable { token, predicted_ms, deadline_ms, retry_after_s });
+            }
+        }
+        Ok(())
     }
 
     /// Microseconds that a request would wait for a row.
@@ -291,18 +318,54 @@ impl AdmissionControl {
             return Ok(());
         };
         let num_queued = self.bounds.queued_requests() as u64;
-        let max_requests = self.max_requests[arrival.class as usize] as u64;
-        let num_free = max_requests.saturating_sub(num_queued);
-        // A queue that is full is refused for what it is.
-        let limit = if self.is_weighted && num_free > 0 { TENANT_FACTOR * num_free } else { u64::MAX };
-        tenants.queue(reservation.tenant, arrival.limits.weight, limit).map_err(|own| {
-            // With each of its requests that starts, its limit rises by four.
-            let num_over = (own - limit) / (TENANT_FACTOR + 1) + 1;
-            let excess_us = self.service.total() as f64 * (num_over as f64 / num_queued.max(1) as f64).min(1.0);
-            let retry_after_s = self.promise(arrival, reservation, excess_us, false);
-            let (tenant, what, queued, limit) = (arrival.tenant_name(), "requests", own as f64, limit as f64);
-            Error::TenantQueueFull { tenant, what, queued, limit, retry_after_s }
-        })
+        let num_free = (self.max_requests[arrival.class as usize] as u64).saturating_sub(num_queued);
+        let limit = self.part_of_tenant(num_free);
+        let refuse = |own: u64, limit: u64| {
+            let Shortage { excess, is_closed } = tenants.note_refusal(reservation.tenant, Measure::Requests, own);
+            // With each of its requests that starts, its part grows by four.
+            let excess = excess.max(own.saturating_sub(limit) / (TENANT_FACTOR + 1) + 1);
+            let excess_us = self.service.total() as f64 * excess as f64 / num_queued.max(1) as f64;
+            let (what, [queued, limit]) = ("requests", [own, limit].map(|count| count as f64));
+            self.tenant_queue_full(arrival, reservation, (what, queued, limit), excess_us, is_closed)
+        };
+        if let Some(low) = self.keeps_refusing_tenant(reservation.tenant, Measure::Requests, limit) {
+            return Err(refuse(tenants.queued(reservation.tenant).requests, low));
+        }
+        tenants.queue(reservation.tenant, arrival.limits.weight, limit).map_err(|own| refuse(own, limit))
+    }
+
+    /// What a tenant may have of a queue in which so much is free. A queue that is full is refused for what it is.
+    fn part_of_tenant(&self, free: u64) -> u64 {
+        if self.is_weighted && free > 0 { TENANT_FACTOR * free } else { u64::MAX }
+    }
+
+    /// Whether a tenant has filled its part and has to wait until it has less; then: how much.
+    fn keeps_refusing_tenant(&self, tenant: TenantCell, measure: Measure, part: u64) -> Option<u64> {
+        let tenants = self.tenants.as_ref().filter(|_| self.is_weighted)?;
+        let low = tenants.keeps_refusing(tenant, measure)?;
+        (!self.is_modest(tenant, measure, part)).then_some(low)
+    }
+
+    /// A tenant that is far from filling its part need not wait until the queue, of others or its own, has become shorter.
+    fn is_modest(&self, tenant: TenantCell, measure: Measure, part: u64) -> bool {
+        let own = self.tenants.as_ref().map_or(0, |tenants| tenants.queued(tenant).get(measure));
+        self.is_weighted && tenant != TenantCell::NONE && own < part / 2
+    }
+
+    /// The refusal of a tenant that has so much of what is counted, and may have so much, until so much service of its own is done.
+    fn tenant_queue_full(
+        &self,
+        arrival: &Arrival<'_>,
+        reservation: &Reservation,
+        (what, queued, limit): (&'static str, f64, f64),
+        own_excess_us: f64,
+        is_closed: bool,
+    ) -> Error {
+        let weight = arrival.limits.weight;
+        let slowdown = self.tenants.as_ref().map_or(1.0, |tenants| tenants.fair_slowdown(reservation.tenant, weight));
+        let excess_us = (own_excess_us * slowdown).min(self.service.total() as f64);
+        let retry_after_s = self.promise(arrival, reservation, excess_us, is_closed);
+        Error::TenantQueueFull { tenant: arrival.tenant_name(), what, queued, limit, retry_after_s }
     }
 
     /// Reserves the predicted service, within the bound in seconds and the tenant's part of it.
@@ -321,35 +384,70 @@ impl AdmissionControl {
         let share_left = 1.0 - self.urgent_load(class);
         let limit_us = (max_queue_us * share_left) as u64;
         let too_long = |ahead_us: u64, most_us: u64| {
-            let excess_us = ahead_us.saturating_sub(low_water(self.service.start_refusing(class)));
-            let retry_after_s = self.promise(arrival, reservation, excess_us as f64 / share_left, true);
+            let Shortage { excess, is_closed } = self.service.refusing(class).note(ahead_us, service_us, limit_us);
+            let retry_after_s = self.promise(arrival, reservation, excess as f64 / share_left, is_closed);
             let [predicted_s, limit_s] = [ahead_us, most_us].map(|us| us as f64 / 1e6 / share_left);
             Error::QueueTooLong { predicted_s, limit_s, retry_after_s }
         };
-        let free_us = limit_us.saturating_sub(self.service.ahead_of(class));
-        // A queue that is full is refused for what it is.
-        let part_us = if self.is_weighted && free_us > 0 { TENANT_FACTOR * free_us } else { u64::MAX };
-        // A tenant that is far from filling its part need not wait until the queue of others has become shorter.
-        let own_us = self.tenants.as_ref().map_or(0, |tenants| tenants.queued(tenant).service_us);
-        let is_modest = self.is_weighted && tenant != TenantCell::NONE && own_us < part_us / 2;
-        if !is_modest && self.service.keeps_refusing(class) {
-            let low_us = low_water(self.service.start_refusing(class));
+        let part_us = self.part_of_tenant(limit_us.saturating_sub(self.service.ahead_of(class)));
+        if !self.is_modest(tenant, Measure::Service, part_us)
+            && let Some(low_us) = self.service.keeps_refusing(class)
+        {
             return Err(too_long(self.service.ahead_of(class), low_us));
         }
         if let Some(tenants) = &self.tenants {
-            tenants.queue_service(tenant, service_us, part_us).map_err(|own_us| {
-                let over_us = (own_us - part_us) / (TENANT_FACTOR + 1) + 1;
-                let ahead_us = self.service.ahead_of(class);
-                let excess_us = over_us.max(ahead_us.saturating_sub(low_water(self.service.start_refusing(class))));
-                let retry_after_s = self.promise(arrival, reservation, excess_us as f64 / share_left, true);
-                let [queued, limit] = [own_us, part_us].map(|us| us as f64 / 1e6);
-                let tenant = arrival.tenant_name();
-                Error::TenantQueueFull { tenant, what: "seconds of work", queued, limit, retry_after_s }
-            })?;
+            let refuse = |own_us: u64, limit_us: u64| {
+                let Shortage { excess, is_closed } = tenants.note_refusal(tenant, Measure::Service, own_us);
+                let excess_us = excess.max(own_us.saturating_sub(limit_us) / (TENANT_FACTOR + 1) + 1);
+                let (what, [queued, limit]) = ("seconds of work", [own_us, limit_us].map(|us| us as f64 / 1e6));
+                let excess_us = excess_us as f64 / share_left;
+                self.tenant_queue_full(arrival, reservation, (what, queued, limit), excess_us, is_closed)
+            };
+            if let Some(low_us) = self.keeps_refusing_tenant(tenant, Measure::Service, part_us) {
+                return Err(refuse(tenants.queued(tenant).service_us, low_us));
+            }
+            tenants.queue_service(tenant, service_us, part_us).map_err(|own_us| refuse(own_us, part_us))?;
         }
         self.service.reserve(class, service_us, limit_us).map_err(|ahead_us| {
             self.tenants.iter().for_each(|tenants| tenants.dequeue_service(tenant, service_us));
             too_long(ahead_us, limit_us)
+        })
+    }
+
+    /// Reserves a place in the queue, within the bounds in requests and tokens.
+    fn queue_request(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+        let (class, requested) = (arrival.class as usize, arrival.num_prompt_tokens);
+        let (max_requests, max_tokens) = (self.max_requests[class], self.max_tokens[class]);
+        let refuse = |shortage: Shortage, queued: u64| {
+            // Its own service is reserved already.
+            let waiting_us = self.service.total().saturating_sub(u64::from(reservation.service_us));
+            let excess_us = waiting_us as f64 * shortage.excess as f64 / queued.max(1) as f64;
+            self.promise(arrival, reservation, excess_us, shortage.is_closed)
+        };
+        let refused_requests = |queued: usize, limit: usize| {
+            let shortage = self.full.requests[class].note(queued as u64, 1, max_requests as u64);
+            Error::QueueFull { queued, limit, retry_after_s: refuse(shortage, queued as u64) }
+        };
+        let refused_tokens = |queued: u64, limit: u64| {
+            let shortage = self.full.tokens[class].note(queued, requested, max_tokens);
+            Error::QueuedTokensFull { queued, requested, limit, retry_after_s: refuse(shortage, queued) }
+        };
+        let free = || max_requests.saturating_sub(self.bounds.queued_requests()) as u64;
+        let is_modest = || self.is_modest(reservation.tenant, Measure::Requests, self.part_of_tenant(free()));
+        if let Some(low) = self.full.requests[class].keeps_on(|| self.queued_requests() as u64)
+            && !is_modest()
+        {
+            return Err(refused_requests(self.queued_requests(), low as usize));
+        }
+        if let Some(low) = self.full.tokens[class].keeps_on(|| self.queued_tokens())
+            && !is_modest()
+        {
+            return Err(refused_tokens(self.queued_tokens(), low));
+        }
+        self.bounds.reserve_within(requested, max_requests, max_tokens).map_err(|error| match error {
+            Error::QueuedTokensFull { queued, limit, .. } => refused_tokens(queued, limit),
+            Error::QueueFull { queued, limit, .. } => refused_requests(queued, limit),
+            other => other,
         })
     }
 
@@ -443,7 +541,9 @@ impl AdmissionControl {
             class_loads: [0.0; 3],
             base_load: read(&load.base_load),
             is_refusing: load.is_refusing.load(Ordering::Relaxed) > 0
-                || Class::ALL.into_iter().any(|class| self.service.is_refusing(class)),
+                || Class::ALL.into_iter().any(|class| self.service.is_refusing(class))
+                || self.full.requests.iter().any(|full| full.is_on(|| self.queued_requests() as u64))
+                || self.full.tokens.iter().any(|full| full.is_on(|| self.queued_tokens())),
         }
     }
 
@@ -453,6 +553,11 @@ impl AdmissionControl {
             num_requests: self.refusals.num_by_load.load(Ordering::Relaxed),
             service_us: self.refusals.by_load_us.load(Ordering::Relaxed),
         }
+    }
+
+    /// Counts a refusal for whatever reason; those of `reserve` are counted.
+    pub(crate) fn count_refusal(&self) {
+        self.refusals.num_requests.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Refused for whatever reason.

@@ -16,6 +16,10 @@ pub struct ServiceFigures {
     pub ns_per_output_token: f64,
     /// Expected number of output tokens of a choice, by class.
     pub expected_output_tokens: [f64; 3],
+    /// Number of output tokens that nine of ten choices reach, by class.
+    pub likely_output_tokens: [f64; 3],
+    /// Nanoseconds of a step that advances what runs now by a token.
+    pub ns_per_step: f64,
     /// Requests that would start in the next step: free rows if nothing is left waiting, else 0.
     pub num_startable: usize,
 }
@@ -31,10 +35,13 @@ pub struct ServiceFigures {
 ///     ns_per_prompt_token: 10.0,
 ///     ns_per_output_token: 100.0,
 ///     expected_output_tokens: [20.0, 30.0, 40.0],
+///     likely_output_tokens: [4.0, 5.0, 6.0],
+///     ns_per_step: 800.0,
 ///     num_startable: 0,
 /// });
 /// assert_eq!(model.service_ns(Class::Standard, 100, 50, 1), Some(1000 + 3000));
 /// assert_eq!(model.service_ns(Class::Standard, 100, 5, 2), Some(1000 + 1000), "no more than was asked for, twice");
+/// assert_eq!(model.output_ns(Class::Standard, 50), 4 * 800, "four steps after the first token");
 /// ```
 #[derive(Debug)]
 pub struct ServiceModel {
@@ -48,6 +55,8 @@ struct Numbers {
     /// 0 = nothing was published.
     ns_per_output_token: AtomicU64,
     expected_output_tokens: [AtomicU64; 3],
+    likely_output_tokens: [AtomicU64; 3],
+    ns_per_step: AtomicU64,
     num_startable: AtomicU64,
 }
 
@@ -66,6 +75,8 @@ impl ServiceModel {
                 ns_per_prompt_token: zero(),
                 ns_per_output_token: zero(),
                 expected_output_tokens: [zero(), zero(), zero()],
+                likely_output_tokens: [zero(), zero(), zero()],
+                ns_per_step: zero(),
                 num_startable: zero(),
             }),
         }
@@ -78,6 +89,10 @@ impl ServiceModel {
         for (published, tokens) in numbers.expected_output_tokens.iter().zip(figures.expected_output_tokens) {
             published.store(tokens.max(1.0).to_bits(), Ordering::Relaxed);
         }
+        for (published, tokens) in numbers.likely_output_tokens.iter().zip(figures.likely_output_tokens) {
+            published.store(tokens.max(1.0).to_bits(), Ordering::Relaxed);
+        }
+        numbers.ns_per_step.store(figures.ns_per_step.max(0.0).to_bits(), Ordering::Relaxed);
         numbers.num_startable.store(figures.num_startable as u64, Ordering::Relaxed);
         // Last, and Release: a reader that finds this finds the others.
         let per_output_token = figures.ns_per_output_token.max(f64::MIN_POSITIVE);
@@ -95,6 +110,12 @@ impl ServiceModel {
     /// Nanoseconds from the start of a request to its first token, at least.
     pub fn prompt_ns(&self, num_prompt_tokens: u64) -> u64 {
         (num_prompt_tokens as f64 * read(&self.numbers.ns_per_prompt_token)) as u64
+    }
+
+    /// Nanoseconds from the first to the last token of a choice that is as short as one of ten, or as its limit.
+    pub fn output_ns(&self, class: Class, max_tokens: u32) -> u64 {
+        let likely = read(&self.numbers.likely_output_tokens[class as usize]).min(f64::from(max_tokens));
+        ((likely - 1.0).max(0.0) * read(&self.numbers.ns_per_step)) as u64
     }
 
     /// Requests that would start in the next step.
@@ -124,6 +145,8 @@ mod tests {
             ns_per_prompt_token: 30_000.0,
             ns_per_output_token: 5e6 / 64.0 + 30_000.0 + 40.0 * 320.0,
             expected_output_tokens: [16.0, 128.0, 0.0],
+            likely_output_tokens: [0.0, 41.0, 60.0],
+            ns_per_step: 6e6,
             num_startable: 3,
         };
         model.publish(&figures);
@@ -131,5 +154,6 @@ mod tests {
         assert_eq!(model.service_ns(Class::Interactive, 256, 2048, 1), Some(7_680_000 + 1_934_800));
         assert_eq!(model.service_ns(Class::Batch, 0, 10, 1), Some(120_925), "at least one token is expected");
         assert_eq!((model.prompt_ns(256), model.num_startable()), (7_680_000, 3));
+        assert_eq!(Class::ALL.map(|class| model.output_ns(class, 51)), [0, 240_000_000, 300_000_000]);
     }
 }

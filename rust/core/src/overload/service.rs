@@ -3,13 +3,14 @@
 //! A class may wait for its own requests and those of more urgent classes, so its bound holds for their sum: the more urgent ones are read,
 //! the own one is changed by a compare-exchange. Service of less urgent classes neither delays a class nor is counted for it.
 //!
-//! Hysteresis: a class that has refused a request goes on refusing until the sum is below 9/10 of what it was then.
+//! A class that has refused because its queue was full goes on refusing until the sum is below 9/10 of what it was then (`refusing.rs`).
 //!
 //! Invariants: no class alone ever holds more than its bound (besides one request that found nothing before it); what is held is
 //! what was reserved and not yet released.
 
 use crossbeam_utils::CachePadded;
 
+use super::refusing::Refusing;
 use crate::policy::Class;
 use crate::sync::{AtomicU64, Ordering};
 
@@ -29,8 +30,7 @@ use crate::sync::{AtomicU64, Ordering};
 pub struct QueuedService {
     /// On one line: they are read together.
     classes: CachePadded<[AtomicU64; 3]>,
-    /// What waited when a class began to refuse; 0 = it does not refuse.
-    refusing_since: [AtomicU64; 3],
+    refusing: [Refusing; 3],
 }
 
 impl Default for QueuedService {
@@ -42,8 +42,11 @@ impl Default for QueuedService {
 impl QueuedService {
     /// Nothing waits.
     pub fn new() -> Self {
-        let zeros = || [AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0)];
-        Self { classes: CachePadded::new(zeros()), refusing_since: zeros() }
+        let zero = || AtomicU64::new(0);
+        Self {
+            classes: CachePadded::new([zero(), zero(), zero()]),
+            refusing: [Refusing::new(), Refusing::new(), Refusing::new()],
+        }
     }
 
     /// Adds `service_us` to a class if what it waits for stays within `limit_us`, or if there is nothing to wait for.
@@ -92,39 +95,22 @@ impl QueuedService {
 
     /// Makes a class refuse until less than 9/10 of what it waits for now is left; gives what it was when it began to.
     pub fn start_refusing(&self, class: Class) -> u64 {
-        let queued = self.ahead_of(class).max(1);
-        let since = &self.refusing_since[class as usize];
-        since.compare_exchange(0, queued, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|level| level, |_| queued)
+        self.refusing(class).start(self.ahead_of(class))
     }
 
     /// Whether a class has refused, and what it waits for has not become less since.
     pub fn is_refusing(&self, class: Class) -> bool {
-        self.is_above_low_water(class, self.refusing_since[class as usize].load(Ordering::Relaxed))
+        self.refusing(class).is_on(|| self.ahead_of(class))
     }
 
-    /// The same at the door, where the refusing ends: a refusal after that begins anew.
-    pub fn keeps_refusing(&self, class: Class) -> bool {
-        let since = &self.refusing_since[class as usize];
-        let level = since.load(Ordering::Relaxed);
-        let is_refusing = self.is_above_low_water(class, level);
-        if level > 0 && !is_refusing {
-            let _ = since.compare_exchange(level, 0, Ordering::Relaxed, Ordering::Relaxed);
-        }
-        is_refusing
+    /// The same at the door, where the refusing ends: a refusal after that begins anew. If it goes on: until so much is left.
+    pub fn keeps_refusing(&self, class: Class) -> Option<u64> {
+        self.refusing(class).keeps_on(|| self.ahead_of(class))
     }
 
-    fn is_above_low_water(&self, class: Class, level: u64) -> bool {
-        if level == 0 {
-            return false;
-        }
-        let queued = self.ahead_of(class);
-        queued > 0 && queued >= low_water(level)
+    pub(crate) fn refusing(&self, class: Class) -> &Refusing {
+        &self.refusing[class as usize]
     }
-}
-
-/// Where a queue that was full has room again.
-pub(crate) fn low_water(level: u64) -> u64 {
-    level - level / 10
 }
 
 #[cfg(all(test, not(loom)))]
@@ -166,11 +152,11 @@ mod tests {
         queued.release(Standard, 1);
         assert!(!queued.is_refusing(Standard), "89 of 100 are left");
         queued.reserve(Standard, 5, 100).expect("there is room");
-        assert!(queued.keeps_refusing(Standard), "nobody has asked at the door meanwhile");
+        assert_eq!(queued.keeps_refusing(Standard), Some(90), "nobody has asked at the door meanwhile");
         queued.release(Standard, 5);
-        assert!(!queued.keeps_refusing(Standard));
+        assert_eq!(queued.keeps_refusing(Standard), None);
         queued.reserve(Standard, 5, 100).expect("there is room");
-        assert!(!queued.keeps_refusing(Standard), "the refusing has ended");
+        assert_eq!(queued.keeps_refusing(Standard), None, "the refusing has ended");
         queued.release(Standard, 5);
         queued.release(Standard, 89);
         queued.start_refusing(Standard);

@@ -22,6 +22,7 @@
 use crossbeam_utils::CachePadded;
 
 use super::bucket::{Bucket, RateLimit};
+use super::refusing::{Refusing, Shortage};
 use crate::sync::{AtomicU64, Ordering};
 
 const REFERENCE_BITS: u32 = 25;
@@ -52,6 +53,15 @@ struct Cell {
     token_limit: AtomicU64,
     requests: Bucket,
     tokens: Bucket,
+    /// Its part of the queue was full, in requests or in service.
+    refusing: [Refusing; 2],
+}
+
+/// What is counted of what a tenant has waiting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Measure {
+    Requests = 0,
+    Service = 1,
 }
 
 /// What a tenant has waiting.
@@ -61,6 +71,15 @@ pub struct TenantQueue {
     pub requests: u64,
     /// Their predicted service, in microseconds.
     pub service_us: u64,
+}
+
+impl TenantQueue {
+    pub(crate) fn get(self, measure: Measure) -> u64 {
+        match measure {
+            Measure::Requests => self.requests,
+            Measure::Service => self.service_us,
+        }
+    }
 }
 
 /// Fixed table of tenants with live requests; all methods may be called from any thread.
@@ -90,6 +109,7 @@ impl TenantTable {
             token_limit: AtomicU64::new(0),
             requests: Bucket::new(),
             tokens: Bucket::new(),
+            refusing: [Refusing::new(), Refusing::new()],
         };
         Self {
             cells: std::iter::repeat_with(cell).take(2 * max_requests).collect(),
@@ -271,6 +291,18 @@ impl TenantTable {
         if let Some(cell) = self.get(cell) {
             cell.queued_us.fetch_sub(service_us, Ordering::Relaxed);
         }
+    }
+
+    /// Whether the tenant's part of the queue was full, and what it has there has not become less since; then: until so much is left.
+    pub(crate) fn keeps_refusing(&self, cell: TenantCell, measure: Measure) -> Option<u64> {
+        // A tenant that takes over a cell has nothing waiting, which ends what was.
+        self.get(cell)?.refusing[measure as usize].keeps_on(|| self.queued(cell).get(measure))
+    }
+
+    /// A request of a tenant that has `own` waiting was refused: its part is full, however large that is just now.
+    pub(crate) fn note_refusal(&self, cell: TenantCell, measure: Measure, own: u64) -> Shortage {
+        let none = Shortage { excess: 0, is_closed: false };
+        self.get(cell).map_or(none, |cell| cell.refusing[measure as usize].note(own, 0, own))
     }
 
     /// What the tenant has waiting.

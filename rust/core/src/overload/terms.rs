@@ -60,6 +60,11 @@ impl<'a> Terms<'a> {
         [self.ttft_deadline_ns, self.deadline_ns].into_iter().flatten().min()
     }
 
+    /// Nanoseconds until the last token has to come.
+    pub(crate) fn last_token_deadline_ns(&self) -> Option<u64> {
+        self.deadline_ns
+    }
+
     /// The times of a request that arrives now.
     pub(crate) fn times(&self, now_ns: u64) -> Times {
         let at = |ns: Option<u64>| ns.map(|ns| now_ns.saturating_add(ns));
@@ -129,6 +134,7 @@ mod tests {
         spec.target_itl_ms = Some(1e-9);
         let terms = Terms::new(&rules, &spec);
         assert_eq!(terms.first_token_deadline_ns(), Some(500_000));
+        assert_eq!(terms.last_token_deadline_ns(), Some(500_000));
         assert_eq!(terms.times(0).target_itl_ns, Some(1));
         spec.priority = Some(Class::Interactive);
         let terms = Terms::new(&rules, &spec);

@@ -19,6 +19,8 @@ fn publish_plain(door: &AdmissionControl) {
         ns_per_prompt_token: 1e6,
         ns_per_output_token: 1e6,
         expected_output_tokens: [100.0; 3],
+        likely_output_tokens: [40.0; 3],
+        ns_per_step: 5e6,
         num_startable: 0,
     });
 }
@@ -43,9 +45,11 @@ fn arrival(limits: &TenantLimits, class: Class) -> Arrival<'_> {
         limits,
         class,
         num_prompt_tokens: 0,
+        num_cacheable_tokens: 0,
         max_tokens: 1000,
         num_choices: 1,
         deadline_ns: None,
+        end_deadline_ns: None,
         now_ns: 0,
     }
 }
@@ -76,7 +80,7 @@ fn a_class_fills_its_part_of_the_bounds() {
     let mut all = Vec::new();
     for (class, limit) in [(Class::Batch, 80), (Class::Standard, 95), (Class::Interactive, 100)] {
         let (held, refused) = fill(&door, &arrival(&limits, class));
-        assert_eq!(refused, Error::QueueFull { limit, retry_after_s: UNKNOWN_RETRY_S });
+        assert_eq!(refused, Error::QueueFull { queued: limit, limit, retry_after_s: UNKNOWN_RETRY_S });
         all.extend(held);
         assert_eq!(all.len(), limit);
     }
@@ -91,7 +95,7 @@ fn without_a_model_nobody_is_refused_for_time() {
     let door = door(10, fcfs(|rules| rules.max_queue_s = Some(0.001)));
     let hasty = Arrival { deadline_ns: Some(1), ..arrival(&limits, Class::Standard) };
     let (held, refused) = fill(&door, &hasty);
-    assert_eq!((held.len(), refused), (10, Error::QueueFull { limit: 10, retry_after_s: 1.0 }));
+    assert_eq!((held.len(), refused), (10, Error::QueueFull { queued: 10, limit: 10, retry_after_s: 1.0 }));
     end(&door, held);
     door.check_drained();
 }
@@ -107,11 +111,11 @@ fn the_bound_in_seconds_holds_and_opens_again_at_nine_tenths() {
     assert!((door.queued_service_s() - 1.0).abs() < 1e-9);
     assert!(door.load().is_refusing);
     // A tenth of a second until there is room.
-    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.1 });
+    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.100_001 });
     end(&door, held.drain(..1));
     let refused = door.reserve(&request).expect_err("9/10 are left");
     // The one before has 100 ms at 0.9 of the capacity.
-    assert_eq!(refused.retry_after_s().map(|seconds| (seconds * 1e6) as u64), Some(211_111));
+    assert_eq!(refused.retry_after_s().map(|seconds| (seconds * 1e6) as u64), Some(211_112));
     end(&door, held.drain(..1));
     assert!(!door.load().is_refusing);
     held.push(door.reserve(&request).expect("8/10 are left"));
@@ -127,7 +131,7 @@ fn more_urgent_work_makes_a_class_wait_longer() {
     door.publish_load(&LoadFigures { class_loads: [0.25, 0.25, 7.0], ..LoadFigures::default() });
     let (batch, refused) = fill(&door, &arrival(&limits, Class::Batch));
     assert_eq!(batch.len(), 5, "interactive and standard take half of the capacity");
-    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.1 });
+    assert_eq!(refused, Error::QueueTooLong { predicted_s: 1.0, limit_s: 1.0, retry_after_s: 0.2 });
     let (standard, _) = fill(&door, &arrival(&limits, Class::Standard));
     assert_eq!(standard.len(), 7, "interactive takes a quarter");
     let (interactive, _) = fill(&door, &arrival(&limits, Class::Interactive));
@@ -145,24 +149,54 @@ fn a_deadline_that_cannot_be_met_is_refused_with_both_times() {
     let request = Arrival { num_prompt_tokens: 50, deadline_ns: Some(400 * MS), ..arrival(&limits, Class::Standard) };
     let (held, refused) = fill(&door, &request);
     assert_eq!(held.len(), 3, "the third waits for 300 ms and computes its prompt for 50");
-    let Error::DeadlineUnattainable { predicted_ms, deadline_ms, retry_after_s } = refused else { panic!("{refused}") };
+    let Error::DeadlineUnattainable { token: "first", predicted_ms, deadline_ms, retry_after_s: Some(retry_after_s) } =
+        refused
+    else {
+        panic!("{refused}")
+    };
     assert!((predicted_ms - 500.0).abs() < 1e-6 && (deadline_ms - 400.0).abs() < 1e-6, "{predicted_ms} {deadline_ms}");
     // 450 ms wait, and 350 are allowed; to a tenth below that.
     assert!((retry_after_s - (0.45 - 0.35 * 0.9)).abs() < 1e-6, "{retry_after_s}");
     assert!(door.reserve(&Arrival { deadline_ns: Some(501 * MS), ..request }).is_ok(), "a later one is attainable");
     let hopeless = Arrival { num_prompt_tokens: 500, ..request };
-    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { .. })));
-    assert_eq!(door.refused().num_requests, 2);
+    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { retry_after_s: None, .. })));
+    assert_eq!(door.refused().num_requests, 1, "its own prompt is too long, whatever the load");
     // The next step has room for five.
     door.publish(&ServiceFigures {
         ns_per_prompt_token: 1e6,
         ns_per_output_token: 1e6,
         expected_output_tokens: [100.0; 3],
         num_startable: 5,
+        ..ServiceFigures::default()
     });
     assert!(door.reserve(&request).is_ok(), "the fifth would start at once");
-    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { retry_after_s: UNKNOWN_RETRY_S, .. })));
-    assert_eq!(door.refused().num_requests, 2, "its own prompt is too long, whatever the load");
+    assert!(matches!(door.reserve(&hopeless), Err(Error::DeadlineUnattainable { retry_after_s: None, .. })));
+    assert_eq!(door.refused().num_requests, 1);
+    assert!(door.reserve(&Arrival { num_cacheable_tokens: 496, ..hopeless }).is_ok(), "who knows what is cached");
+}
+
+#[test]
+fn a_deadline_for_the_end_is_refused_if_few_outputs_are_so_short() {
+    let limits = TenantLimits::default();
+    let door = door(1000, PolicyConfig::fcfs());
+    publish_plain(&door);
+    let of = |deadline_ms: u64| Arrival {
+        num_prompt_tokens: 50,
+        deadline_ns: Some(deadline_ms * MS),
+        end_deadline_ns: Some(deadline_ms * MS),
+        ..arrival(&limits, Class::Standard)
+    };
+    // 50 ms for its prompt, and nine of ten outputs take 39 steps of 5 ms after their first token.
+    let refused = door.reserve(&of(244)).expect_err("it would end after 245 ms");
+    let text = refused.to_string();
+    assert!(text.contains("the last token is predicted after 245.0 ms, but the deadline is after 244.0"), "{text}");
+    assert!(text.ends_with("give a later deadline or a lower max_tokens") && !text.contains("try again"), "{text}");
+    assert_eq!((refused.retry_after_s(), door.refused().num_requests), (None, 0), "the load is not the cause");
+    assert!(door.reserve(&of(245)).is_ok());
+    let refused = door.reserve(&of(300)).expect_err("it waits for 150 ms, too");
+    assert!(refused.retry_after_s().is_some() && refused.to_string().contains("last token"), "{refused}");
+    let short = Arrival { max_tokens: 3, ..of(244) };
+    assert!(door.reserve(&short).is_ok(), "150 ms of waiting, 50 ms, and two steps");
 }
 
 #[test]
@@ -225,7 +259,7 @@ fn rates_of_a_tenant_are_charged_for_what_is_let_in() {
     let request =
         Arrival { tenant: Some(&gold), num_prompt_tokens: 1000, now_ns: 5 * S, ..arrival(&limits, Class::Batch) };
     let (held, refused) = fill(&door, &request);
-    assert_eq!((held.len(), refused), (3, Error::QueueFull { limit: 3, retry_after_s: 1.0 }));
+    assert_eq!((held.len(), refused), (3, Error::QueueFull { queued: 3, limit: 3, retry_after_s: 1.0 }));
     end(&door, held);
     let (mut held, refused) = fill(&door, &request);
     assert_eq!(held.len(), 3, "the refused one was not charged");
@@ -261,12 +295,72 @@ fn a_full_queue_promises_when_a_tenth_of_it_is_gone() {
     door.publish_load(&LoadFigures { base_load: 0.5, ..LoadFigures::default() });
     let (held, refused) = fill(&door, &arrival(&limits, Class::Standard));
     assert_eq!(held.len(), 20);
-    let Error::QueueFull { limit: 20, retry_after_s } = refused else { panic!("{refused}") };
-    // 2 of 20 requests of 0.1 s; half of the capacity is for those that come meanwhile.
-    assert!((retry_after_s - 0.4).abs() < 1e-6, "{retry_after_s}");
-    // The one before has its 0.1 s at 0.4 of the capacity; until then 0.065 of the 0.2 s are done, then half of each second.
+    let Error::QueueFull { queued: 20, limit: 20, retry_after_s } = refused else { panic!("{refused}") };
+    // 3 of 20 requests of 0.1 s; nobody is let in meanwhile.
+    assert!((retry_after_s - 0.3).abs() < 1e-6, "{retry_after_s}");
+    // The one before has its 0.1 s at 0.4 of the capacity.
     let refused = door.reserve(&arrival(&limits, Class::Standard)).expect_err("the queue is full");
-    assert!(refused.retry_after_s().is_some_and(|seconds| (seconds - 0.92).abs() < 1e-6), "{refused}");
+    assert!(refused.retry_after_s().is_some_and(|seconds| (seconds - 0.55).abs() < 1e-6), "{refused}");
+}
+
+#[test]
+fn the_bounds_in_requests_and_tokens_open_again_at_nine_tenths() {
+    let limits = TenantLimits::default();
+    for bounds_tokens in [false, true] {
+        let max_queued_tokens = bounds_tokens.then_some(50);
+        let config = SchedulerConfig { queue_capacity: 50, max_queued_tokens, ..SchedulerConfig::default() };
+        let door = AdmissionControl::new(&config.validate().expect("the configuration is valid"));
+        let of = |num_prompt_tokens| Arrival { num_prompt_tokens, ..arrival(&limits, Class::Standard) };
+        let mut held = vec![door.reserve(&of(1)).expect("there is room")];
+        if bounds_tokens {
+            assert!(door.reserve(&of(50)).is_err_and(|error| error.to_string().contains("at most 50 may wait now")));
+        }
+        assert!(!door.load().is_refusing, "one prompt that is too large closes nothing");
+        let (more, refused) = fill(&door, &of(1));
+        held.extend(more);
+        assert_eq!(held.len(), 50, "{refused}");
+        for num_left in (45..50).rev() {
+            end(&door, held.drain(..1));
+            let refused = door.reserve(&of(1)).expect_err("9/10 are left");
+            assert!(refused.to_string().contains("at most 45 may"), "{num_left} are left: {refused}");
+            assert!(door.load().is_refusing);
+        }
+        end(&door, held.drain(..1));
+        assert!(!door.load().is_refusing);
+        let (more, _) = fill(&door, &of(1));
+        assert_eq!(more.len(), 6, "the refusing has ended");
+        end(&door, held.into_iter().chain(more));
+        door.check_drained();
+    }
+}
+
+#[test]
+fn a_tenant_whose_part_is_full_closes_the_class_for_nobody_else() {
+    for max_queue_s in [None, Some(10.0)] {
+        let capacity = if max_queue_s.is_some() { 1000 } else { 100 };
+        let door = door(capacity, fair(|rules| rules.max_queue_s = max_queue_s));
+        publish_plain(&door);
+        let (limits, [a, b]) = (TenantLimits::default(), ["a", "b"].map(Arc::from));
+        let of = |tenant| Arrival { tenant: Some(tenant), ..arrival(&limits, Class::Interactive) };
+        let mut others: Vec<_> = (0..32).map(|_| door.reserve(&of(&b)).expect("there is room")).collect();
+        let (mut held, refused) = fill(&door, &of(&a));
+        assert!(matches!(refused, Error::TenantQueueFull { .. }), "{refused}");
+        // Four times what is free: 4 * (100 - 32 - own).
+        assert_eq!(held.len(), 55);
+        assert!(!door.load().is_refusing, "only its own part is full");
+        let (more, _) = fill(&door, &of(&b));
+        others.extend(more);
+        assert_eq!(others.len(), 36, "four times what a has left");
+        // The tenant itself waits until a tenth of what it had is gone.
+        end(&door, others.drain(..10));
+        end(&door, held.drain(..5));
+        let refused = door.reserve(&of(&a)).expect_err("50 of 55 are left");
+        assert!(matches!(refused, Error::TenantQueueFull { .. }), "{refused}");
+        end(&door, held.drain(..1));
+        held.push(door.reserve(&of(&a)).expect("49 of 55 are left"));
+        end(&door, held.into_iter().chain(others));
+        door.check_drained();
+    }
 }
 
 #[test]
@@ -330,6 +424,8 @@ fn burst(door: &AdmissionControl, deadline_ns: Option<u64>, seed: u64) -> Outcom
         ns_per_prompt_token: per_prompt_token,
         ns_per_output_token: per_output_token,
         expected_output_tokens: [128.0; 3],
+        likely_output_tokens: [50.0; 3],
+        ns_per_step: 7e6,
         num_startable: 0,
     });
     let mean_ns = 256.0 * per_prompt_token + 128.0 * per_output_token;

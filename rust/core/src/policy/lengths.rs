@@ -82,6 +82,18 @@ impl History {
         self.num_new += 1;
     }
 
+    /// A length that nine of ten outputs reach, rounded down to where a bucket begins.
+    fn likely(&self) -> f64 {
+        let mut shorter = 0.0;
+        for (index, count) in self.counts.iter().enumerate() {
+            shorter += count;
+            if shorter > 0.1 * self.weight {
+                return start_of(index);
+            }
+        }
+        0.0
+    }
+
     /// Outputs of at least the length where each bucket starts, by weight.
     ///
     /// Those under way are known to come at least as far as they are (Kaplan and Meier's estimate). Without them the long ones would be
@@ -147,6 +159,11 @@ impl LengthHistory {
         self.classes[class as usize].mean
     }
 
+    /// Length that nine of ten of the last outputs reach, about.
+    pub fn likely(&self, class: Class) -> f64 {
+        self.classes[class as usize].likely()
+    }
+
     /// Makes the tables that `survival` reads up to date; they change after every few ends. `running` tells the class of each output under
     /// way, and how many tokens are out.
     pub fn refresh(&mut self, running: impl Iterator<Item = (Class, u32)>) {
@@ -201,6 +218,12 @@ mod tests {
         }
         history.refresh(std::iter::empty());
         assert!((history.mean(Class::Standard) - 544.0).abs() < 30.0);
+        assert!((history.likely(Class::Standard) - 64.0).abs() < 1.0 && history.likely(Class::Batch) < 32.0);
+        for _ in 0..400 {
+            history.observe(Class::Interactive, 20);
+            (0..20).for_each(|_| history.observe(Class::Interactive, 200));
+        }
+        assert!((history.likely(Class::Interactive) - 192.0).abs() < 1.0, "one of 21 is shorter");
         let at = |horizon| HORIZONS.iter().position(|&other| other == horizon).expect("it is looked at");
         let fresh = history.survival(Class::Standard, 0);
         assert!((fresh[at(128)] - 0.5).abs() < 0.05 && fresh[at(16)] > 0.95 && fresh[at(2048)] < 0.01);

@@ -6,8 +6,9 @@
 use std::collections::BTreeMap;
 
 use super::Scheduler;
+use super::request::Request;
 use super::sequence::Order;
-use crate::overload::ServiceFigures;
+use crate::overload::{Reservation, ServiceFigures};
 use crate::policy::Class;
 use crate::policy::cost::{CostModel, StepWork};
 
@@ -51,6 +52,10 @@ pub(super) struct Pace {
     pub(super) batch_rotation: Order,
     /// Tokens that the last plan might have scheduled.
     pub(super) token_budget: u64,
+    /// Mean number of sequences that ran while others waited for a row or for memory; 0 = nobody has.
+    crowd: f64,
+    /// Whether the door knows what service costs.
+    pub(super) is_published: bool,
 }
 
 impl Pace {
@@ -109,6 +114,17 @@ impl Pace {
         self.model().decode_ns(num_seqs as u64, num_kv_tokens)
     }
 
+    /// So many run, and there is no room for those that wait.
+    fn note_crowd(&mut self, num_running: usize) {
+        let crowd = self.crowd(num_running);
+        self.crowd = crowd + (num_running as f64 - crowd) / CROWD_STEPS;
+    }
+
+    /// How many share a step when others wait, `unknown` as long as nobody has: memory may suffice for far fewer than there are rows.
+    fn crowd(&self, unknown: usize) -> f64 {
+        if self.crowd > 0.0 { self.crowd } else { unknown as f64 }
+    }
+
     pub(super) fn add_target(&mut self, target_us: u32) {
         if target_us > 0 {
             *self.targets.entry(target_us).or_default() += 1;
@@ -134,22 +150,59 @@ impl Pace {
 
 /// Steps between two publications of what service costs.
 const PUBLISH_INTERVAL: u64 = 16;
+/// Steps that the mean number of running sequences is taken from.
+const CROWD_STEPS: f64 = 32.0;
 
 impl Scheduler {
-    /// Tells the door what service costs, every few steps.
-    pub(super) fn publish_service(&self) {
-        if !self.step_id.is_multiple_of(PUBLISH_INTERVAL) || !self.pace.cost.is_ready() {
+    /// Tells the door what service costs: as soon as it is known, then every few steps.
+    pub(super) fn publish_service(&mut self) {
+        let is_waiting = self.flows.num_preempted + self.flows.num_listed > 0;
+        if is_waiting && self.is_full() {
+            self.pace.note_crowd(self.num_running());
+        }
+        let is_due = self.step_id.is_multiple_of(PUBLISH_INTERVAL) || !self.pace.is_published;
+        if !is_due || !self.pace.cost.is_ready() {
             return;
         }
         let [a, b, c, _] = self.pace.cost.coefficients();
-        let mean_context = self.lanes.total_tokens() as f64 / self.lanes.num_live().max(1) as f64;
-        let is_waiting = self.flows.num_preempted + self.flows.num_listed > 0;
+        let (num_decoding, num_tokens) = (self.lanes.num_live().max(1) as f64, self.lanes.total_tokens() as f64);
+        let mean_context = num_tokens / num_decoding;
         self.shared.gate.publish(&ServiceFigures {
             ns_per_prompt_token: b,
-            ns_per_output_token: a / self.config.max_num_seqs as f64 + b + c * mean_context,
+            ns_per_output_token: a / self.pace.crowd(self.config.max_num_seqs) + b + c * mean_context,
             expected_output_tokens: Class::ALL.map(|class| self.growth.mean_length(class)),
+            likely_output_tokens: Class::ALL.map(|class| self.growth.likely_length(class)),
+            ns_per_step: a + b * num_decoding + c * num_tokens,
             num_startable: if is_waiting { 0 } else { self.rows.num_free() },
         });
+        if !std::mem::replace(&mut self.pace.is_published, true) {
+            self.price_waiting();
+        }
+    }
+
+    /// Whether the plan that was made lacks rows or memory for more: what waits does not wait for a cap, or because of a pause.
+    fn is_full(&self) -> bool {
+        self.num_running() > 0 && (self.rows.num_free() == 0 || self.lacks_memory.contains(&true))
+    }
+
+    /// Reserves the service of those that came when nobody knew it.
+    fn price_waiting(&mut self) {
+        for slot in 0..self.requests.len() {
+            let unpriced = |request: &Request| !request.is_started() && request.reservation().service_us == 0;
+            if let Some(request) = self.requests[slot].as_ref().filter(|request| unpriced(request)) {
+                let max_tokens = request.max_num_tokens - request.num_prompt_tokens;
+                let priced = self.priced(request.reservation(), max_tokens, u32::from(request.num_choices));
+                self.request_mut(slot as u32).set_service_us(priced.service_us);
+            }
+        }
+    }
+
+    /// The reservation with its service, which is reserved now if it was unknown to the door and is known here.
+    pub(super) fn priced(&self, reservation: Reservation, max_tokens: u32, num_choices: u32) -> Reservation {
+        if reservation.service_us > 0 || !self.pace.is_published {
+            return reservation;
+        }
+        self.shared.gate.price(reservation, max_tokens, num_choices)
     }
 
     /// What the next plan may spend before anything is planned. The steps aim below the target by as much as their predictions are off.

@@ -30,6 +30,7 @@ impl Scheduler {
 
     fn enter(&mut self, submitted: Submitted) {
         let Submitted { id, spec, max_tokens, reservation, times, root_hash, hashes } = submitted;
+        let reservation = self.priced(reservation, max_tokens, spec.n);
         self.rates.enter(reservation.class, u64::from(reservation.service_us));
         let root = self.pool.roots().intern(spec.tenant.as_ref(), spec.cache_salt.as_ref(), root_hash);
         let arrival = self.next_arrival;
@@ -39,7 +40,8 @@ impl Scheduler {
         let class = if self.is_static() { Class::Standard } else { reservation.class };
         let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
         self.flows.tickets[id.slot() as usize] = Ticket { since_ms: 0, flow };
-        self.flows.begin_wait(id.slot(), times.arrival_ns);
+        // Who came after this step has read the clock is of no age, not of a negative one.
+        self.flows.begin_wait(id.slot(), times.arrival_ns.min(self.now_ns));
         let entry = Entry { id, arrival, seed, root, max_tokens, reservation, times, hashes };
         let request = Request::new(spec, entry);
         self.deadlines.add(request.next_deadline_ns(), id.slot());
@@ -72,6 +74,8 @@ impl Scheduler {
         let slot = self.sequences[sequence].slot;
         let num_output_tokens = self.num_tokens(sequence) - self.request(slot).num_prompt_tokens;
         self.stats.num_output_tokens -= u64::from(num_output_tokens.saturating_sub(num_tokens));
+        // Those that came after the stop string took time and memory, too.
+        self.growth.observe(self.request(slot).class, num_output_tokens);
         self.end_sequence(sequence, FinishReason::Stop, stop_reason);
     }
 

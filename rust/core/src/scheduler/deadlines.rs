@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::Scheduler;
+use super::request::Request;
 use crate::request::FinishReason;
 
 /// Live requests with a deadline, by the next of their deadlines and slot.
@@ -39,15 +40,27 @@ impl Scheduler {
     pub(super) fn expire(&mut self, now_ns: u64) {
         while let Some((_, slot)) = self.deadlines.first().filter(|&(deadline_ns, _)| deadline_ns <= now_ns) {
             let request = self.request(slot);
-            let message = if request.is_started() {
-                "the deadline passed: the request has started and not ended".to_owned()
-            } else {
-                let waited_ms = self.flows.tickets[slot as usize].age_ms(now_ns);
-                format!("the deadline passed: the request still waited after {waited_ms} ms")
-            };
+            let (state, advice) = self.state_at_deadline(request);
+            let age_ms = self.flows.tickets[slot as usize].age_ms(now_ns);
+            // Of what has started it is known when something last came of it, not when it arrived.
+            let after = if request.is_started() { String::new() } else { format!(" after {age_ms} ms") };
+            let message = format!("the deadline passed: the request {state}{after}; give {advice}");
             let id = request.id;
             self.stats.num_expired_requests += 1;
             self.end_request(id, FinishReason::Error, Some(&Arc::from(message)));
+        }
+    }
+
+    /// What a request past its deadline did until now, and what would help.
+    fn state_at_deadline(&self, request: &Request) -> (&'static str, &'static str) {
+        let is_running =
+            self.sequences.siblings(request.first_sequence).any(|sequence| self.sequences[sequence].is_running());
+        if !request.is_started() {
+            ("still waited", "a later deadline or a higher priority, or send it when less waits")
+        } else if is_running {
+            ("still ran", "a later deadline or a lower max_tokens")
+        } else {
+            ("waited again, to go on", "a later deadline or a higher priority")
         }
     }
 

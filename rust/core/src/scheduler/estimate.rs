@@ -43,7 +43,12 @@ impl Growth {
         self.lengths.mean(class)
     }
 
-    /// An output has ended by itself, or by its length.
+    /// Length that nine of ten outputs reach.
+    pub(super) fn likely_length(&self, class: Class) -> f64 {
+        self.lengths.likely(class)
+    }
+
+    /// An output has ended by itself, by its length, or at a stop string.
     pub(super) fn observe(&mut self, class: Class, num_output_tokens: u32) {
         self.lengths.observe(class, num_output_tokens);
     }

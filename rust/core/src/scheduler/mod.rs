@@ -61,6 +61,7 @@ use prompt_logprobs::PromptLogits;
 use request::{Request, Requests};
 use rows::Rows;
 pub use rows::SamplingRows;
+pub(crate) use sequence::MAX_PER_ROW;
 use sequence::{Order, Sequences};
 
 /// A planned piece of a prompt: the next `num_tokens` tokens of the sequence in `row`.
@@ -208,8 +209,9 @@ impl Scheduler {
         let num_slots = shared.slots.capacity();
         let batch =
             || Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits);
-        // One event for each live request in one step; several choices each may need more.
-        let output = || StepOutput::with_capacity(num_slots, config.max_num_seqs);
+        // One event in one step for each request that waits or runs; more if displaced ones, or several choices of each, end at once.
+        let num_events = config.queue_capacity + config.max_num_seqs;
+        let output = || StepOutput::with_capacity(num_events, config.max_num_seqs);
         let has_accounts = config.rules().counts_service() || config.rules().admission == Admission::Estimated;
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),
@@ -281,7 +283,7 @@ impl Scheduler {
         self.sink = sink;
     }
 
-    /// Commits the result of the last batch and plans the next; `now_ns` is the time of this step.
+    /// Commits the result of the last batch and plans the next; `now_ns` is the time of this step (at least that of the last one).
     ///
     /// Afterwards `batch` is what to run (empty if nothing can run) and `output` what to tell.
     ///
@@ -308,6 +310,8 @@ impl Scheduler {
         if !is_closed {
             self.check_result(result)?;
         }
+        // Time does not go back: what has been waited for stays.
+        let now_ns = now_ns.max(self.now_ns);
         self.now_ns = now_ns;
         self.take_controls();
         self.rates.tick(now_ns, &self.shared.gate);
@@ -383,7 +387,9 @@ impl Scheduler {
         // Each further choice of a request copies its prompt and takes all its blocks.
         let num_forks = self.rows.num_free().min(usize::try_from(self.num_unstarted_choices).unwrap_or(usize::MAX));
         let fork_work = num_forks.saturating_mul(self.config.max_model_len / 16);
-        self.num_running() * 3 / 4 + chunk_tokens / 16 + 8 * (num_queued + num_ended) + fork_work
+        // Once: what has come before service could be predicted gets its price.
+        let num_unpriced = if self.pace.is_published { 0 } else { num_waiting };
+        self.num_running() * 3 / 4 + chunk_tokens / 16 + 8 * (num_queued + num_ended + num_unpriced) + fork_work
     }
 
     /// The block pool, to look at.

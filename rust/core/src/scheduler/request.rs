@@ -216,6 +216,11 @@ impl Request {
         Reservation { service_us, num_prompt_tokens, tenant, class }
     }
 
+    /// Its service was unknown when it came, and is reserved now.
+    pub(super) fn set_service_us(&mut self, service_us: u32) {
+        self.service_us = service_us;
+    }
+
     /// The prompt of a request with a choice that has not started.
     pub(super) fn prompt(&self) -> &Known {
         self.prompt.as_ref().expect("the prompt goes with the last choice")

@@ -15,7 +15,7 @@ use crate::policy::Class;
 use crate::request::MAX_CHOICES;
 
 /// Most sequences for each row, running and preempted.
-pub(super) const MAX_PER_ROW: usize = 4;
+pub(crate) const MAX_PER_ROW: usize = 4;
 
 /// Place of a choice in the order of service: by class, then requests by arrival, and the choices of a request by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]

@@ -7,6 +7,7 @@
 //! | `aging` | who has waited long |
 //! | `tenants` | shares, displacement, caps |
 //! | `deadlines` | order, expiry |
+//! | `door` | what is let in and refused, and when the refused may come back |
 //! | `pace` | budgets in time |
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
 //! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
@@ -18,6 +19,7 @@ mod rng;
 mod aging;
 mod classes;
 mod deadlines;
+mod door;
 mod memory;
 mod misfits;
 mod pace;

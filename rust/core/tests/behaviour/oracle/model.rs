@@ -1,5 +1,6 @@
 //! The model's state, and what controls, results and failures do to it. Plans are not predicted but judged: see `plan.rs`.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -84,6 +85,8 @@ pub(crate) struct Model {
     pub(crate) counters: Stats,
     pub(crate) is_closed: bool,
     pub(crate) is_paused: bool,
+    /// What waited when the door began to refuse, in requests and tokens; 0 = it does not.
+    refusing: [Cell<u64>; 2],
     /// What has come up, for tests that want to know.
     pub(crate) seen: Seen,
 }
@@ -116,7 +119,8 @@ impl Model {
             requests: Vec::new(),
             choices: Vec::new(),
             live: Vec::new(),
-            by_slot: vec![usize::MAX; config.queue_capacity + config.max_num_seqs],
+            by_slot: vec![usize::MAX; config.queue_capacity + 4 * config.max_num_seqs],
+            refusing: Default::default(),
             controls: Vec::new(),
             events: Vec::new(),
             told: Told::default(),
@@ -187,15 +191,33 @@ impl Model {
             let (name, len) = ("prompt_token_ids", num_prompt_tokens);
             return Some(Error::InvalidLength { name, len, unit: "tokens", expected });
         }
+        let queue_full = |limit| Error::QueueFull { queued: requests, limit, retry_after_s: UNKNOWN_RETRY_S };
+        let tokens_full = |limit| Error::QueuedTokensFull { queued, requested, limit, retry_after_s: UNKNOWN_RETRY_S };
+        if let Some(low) = self.keeps_refusing(0, requests as u64) {
+            return Some(queue_full(low as usize));
+        }
+        if let Some(low) = self.keeps_refusing(1, queued) {
+            return Some(tokens_full(low));
+        }
         if requests == self.config.queue_capacity {
-            return Some(Error::QueueFull { limit: requests, retry_after_s: UNKNOWN_RETRY_S });
+            self.refusing[0].set(requests as u64);
+            return Some(queue_full(requests));
         }
-        match self.config.max_queued_tokens {
-            Some(limit) if queued + requested > limit => {
-                Some(Error::QueuedTokensFull { queued, requested, limit, retry_after_s: UNKNOWN_RETRY_S })
-            }
-            _ => None,
+        let limit = self.config.max_queued_tokens.filter(|limit| queued + requested > *limit)?;
+        if queued >= limit - limit / 10 {
+            self.refusing[1].set(queued);
         }
+        Some(tokens_full(limit))
+    }
+
+    /// Whether a bound that was reached keeps requests out until a tenth of what waited is gone; then: what may wait.
+    fn keeps_refusing(&self, bound: usize, queued: u64) -> Option<u64> {
+        let level = self.refusing[bound].get();
+        let low = level - level / 10;
+        if queued < low || queued == 0 {
+            self.refusing[bound].set(0);
+        }
+        (self.refusing[bound].get() > 0).then_some(low)
     }
 
     /// Takes up a new request; returns its first choice.
