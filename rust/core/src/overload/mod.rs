@@ -51,6 +51,8 @@ use tenants::Measure;
 const TENANT_FACTOR: u64 = 4;
 /// Most of the capacity that more urgent classes are thought to take from a class.
 const MAX_URGENT_LOAD: f64 = 0.95;
+/// Tenants for which there is room at least if some have rates: what they have used is kept for a minute after they have left.
+const MIN_RATED_TENANTS: usize = 32_768;
 /// Least time that a refusal names.
 const MIN_RETRY_S: f64 = 0.001;
 
@@ -149,7 +151,8 @@ impl AdmissionControl {
         let shares: [f64; 3] = std::array::from_fn(|class| rules.classes[class].queue_share);
         let limited = |limits: &TenantLimits| limits.requests_per_min.is_some() || limits.tokens_per_min.is_some();
         let is_weighted = rules.fairness == Fairness::Weighted;
-        let needs_tenants = is_weighted || rules.tenants.values().chain([&rules.default_tenant]).any(limited);
+        let has_rates = rules.tenants.values().chain([&rules.default_tenant]).any(limited);
+        let max_tenants = max_live_requests(config).max(if has_rates { MIN_RATED_TENANTS } else { 0 });
         let zero = || AtomicU64::new(0);
         Self {
             max_requests: shares.map(|share| ((bounds.max_requests() as f64 * share) as usize).max(1)),
@@ -162,7 +165,7 @@ impl AdmissionControl {
             service: QueuedService::new(),
             model: ServiceModel::new(),
             promises: Promises::new(),
-            tenants: needs_tenants.then(|| TenantTable::new(max_live_requests(config))),
+            tenants: (is_weighted || has_rates).then(|| TenantTable::new(max_tenants)),
             is_weighted,
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
             now_ns: CachePadded::new(zero()),
@@ -194,7 +197,7 @@ impl AdmissionControl {
     /// Reserves what a request needs, or nothing.
     ///
     /// # Errors
-    /// `TenantOverRate`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
+    /// `TenantOverRate`, `TooManyTenants`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
     pub(crate) fn reserve(&self, arrival: &Arrival<'_>) -> Result<Reservation> {
         let tenant = self.tenants.as_ref().map_or(TenantCell::NONE, |tenants| {
             tenants.acquire(self.hasher.tenant(arrival.tenant.map_or("", |name| name)), arrival.now_ns)
@@ -219,6 +222,9 @@ impl AdmissionControl {
         let Some(tenants) = &self.tenants else {
             return Ok(());
         };
+        if tenant == TenantCell::NONE && arrival.rate_limits() != [None; 2] {
+            return Err(Error::TooManyTenants { tenant: arrival.tenant_name(), retry_after_s: UNKNOWN_RETRY_S });
+        }
         let charged = tenants.charge(tenant, arrival.rate_limits(), arrival.num_prompt_tokens, arrival.now_ns);
         charged.map_err(|(what, retry_ns)| Error::TenantOverRate {
             tenant: arrival.tenant_name(),
@@ -261,13 +267,7 @@ impl AdmissionControl {
     }
 
     /// Microseconds of service; `None` = nobody knows yet.
-    fn service_us(
-        &self,
-        class: Class,
-        num_prompt_tokens: u64,
-        max_tokens: u32,
-        num_choices: u32,
-    ) -> Option<u32> {
+    fn service_us(&self, class: Class, num_prompt_tokens: u64, max_tokens: u32, num_choices: u32) -> Option<u32> {
         let service_ns = self.model.service_ns(class, num_prompt_tokens, max_tokens, num_choices)?;
         Some(u32::try_from(service_ns.div_ceil(1000)).unwrap_or(u32::MAX))
     }
@@ -327,8 +327,7 @@ impl AdmissionControl {
         let num_free = (self.max_requests[arrival.class as usize] as u64).saturating_sub(num_queued);
         let limit = self.part_of_tenant(num_free);
         let refuse = |own: u64, limit: u64| {
-            let Shortage { excess, is_closed } =
-                tenants.note_refusal(reservation.tenant, Measure::Requests, own);
+            let Shortage { excess, is_closed } = tenants.note_refusal(reservation.tenant, Measure::Requests, own);
             // With each of its requests that starts, its part grows by four.
             let excess = excess.max(own.saturating_sub(limit) / (TENANT_FACTOR + 1) + 1);
             let excess_us = self.service.total() as f64 * excess as f64 / num_queued.max(1) as f64;
@@ -404,8 +403,7 @@ impl AdmissionControl {
         }
         if let Some(tenants) = &self.tenants {
             let refuse = |own_us: u64, limit_us: u64| {
-                let Shortage { excess, is_closed } =
-                    tenants.note_refusal(tenant, Measure::Service, own_us);
+                let Shortage { excess, is_closed } = tenants.note_refusal(tenant, Measure::Service, own_us);
                 let excess_us = excess.max(own_us.saturating_sub(limit_us) / (TENANT_FACTOR + 1) + 1);
                 let (what, [queued, limit]) = ("seconds of work", [own_us, limit_us].map(|us| us as f64 / 1e6));
                 let excess_us = excess_us as f64 / share_left;

@@ -39,6 +39,11 @@ impl Scheduler {
         // In a fixed group there are no classes.
         let class = if self.is_static() { Class::Standard } else { reservation.class };
         let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
+        if id.slot() as usize >= self.requests.len() {
+            let num_slots = self.shared.slots.capacity();
+            self.requests.resize_with(num_slots, || None);
+            self.flows.grow(num_slots);
+        }
         // Who came after this step has read the clock is of no age, not of a negative one.
         let arrival_ns = times.arrival_ns.min(self.now_ns);
         self.flows.tickets[id.slot() as usize] = Ticket { arrival_ms: (arrival_ns / 1_000_000) as u32, flow };

@@ -64,12 +64,20 @@ fn the_queue_takes_its_capacity_and_not_more() {
             oracle.accept(&[token], 2, Script::constant(9));
         }
         let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9)).map_err(without_time);
-        assert_eq!(refused, Err(Error::QueueFull { queued: 3, limit: 3, retry_after_s: UNKNOWN_RETRY_S }), "round {round}");
+        assert_eq!(
+            refused,
+            Err(Error::QueueFull { queued: 3, limit: 3, retry_after_s: UNKNOWN_RETRY_S }),
+            "round {round}"
+        );
         // A started request no longer waits, so one more may.
         oracle.step();
         oracle.accept(&[3], 2, Script::constant(9));
         let refused = oracle.submit(RequestSpec::new(vec![7]), Script::constant(9)).map_err(without_time);
-        assert_eq!(refused, Err(Error::QueueFull { queued: 3, limit: 3, retry_after_s: UNKNOWN_RETRY_S }), "round {round}");
+        assert_eq!(
+            refused,
+            Err(Error::QueueFull { queued: 3, limit: 3, retry_after_s: UNKNOWN_RETRY_S }),
+            "round {round}"
+        );
         oracle.drain();
     }
 }
