@@ -160,6 +160,7 @@ def test_a_waiter_past_its_deadline_ends_before_it_costs_prefill():
     rig.until(lambda: seen.update(rig.running) or rig.end(waiting))
     assert rig.events[waiting] == [(-1, "error")]
     assert rig.errors[waiting].startswith("the deadline passed: the request still waited after")
+    assert "give a later deadline or a higher priority" in rig.errors[waiting]
     assert rig.now_ns == 11 * STEP_NS, "the first step after its deadline"
     assert waiting not in seen
     rig.drain()
@@ -260,10 +261,29 @@ def test_a_deadline_that_cannot_be_met_is_refused_on_arrival():
     for _ in range(5):
         rig.submit(max_tokens=30)
     rig.step()
-    with pytest.raises(OverloadedError, match="deadline cannot be met") as caught:
-        rig.submit(ttft_deadline_ms=1)
+    # About 6 x 30 steps of 10 ms are before it.
+    with pytest.raises(OverloadedError, match="first token is predicted after") as caught:
+        rig.submit(ttft_deadline_ms=1000)
     assert caught.value.reason == "deadline"
-    assert caught.value.retry_after_s >= 0.001
+    assert 0.001 <= caught.value.retry_after_s < 2.0
+    accepted = rig.submit(ttft_deadline_ms=3000)
+    rig.drain()
+    assert rig.end(accepted) == "length", "it was not refused, and started in time"
+    assert rig.scheduler.stats()["num_expired_requests"] == 0
+
+
+def test_a_deadline_that_is_too_short_whatever_waits_names_no_time_to_come_back():
+    rig = Rig()
+    rig.submit(max_tokens=30)
+    rig.step(30)
+    for _ in range(20):
+        rig.submit(max_tokens=30)
+        rig.step(32)
+    with pytest.raises(OverloadedError, match=r"last token .* or a lower max_tokens$") as caught:
+        rig.submit(deadline_ms=50, max_tokens=30)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("deadline", None)
+    assert "try again" not in str(caught.value)
+    rig.submit(deadline_ms=50, max_tokens=2)
     rig.drain()
 
 

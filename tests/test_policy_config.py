@@ -1,5 +1,7 @@
 """`SchedulerConfig`'s policy: names, TOML, dicts and keywords, and that it can be read back."""
 
+from types import MappingProxyType
+
 import pytest
 from scheduler_kit import make_scheduler
 
@@ -180,6 +182,24 @@ def test_static_has_no_rules_and_none_is_no_rule():
 def test_a_wrong_value_is_a_value_error_that_says_where(options, message):
     with pytest.raises(ValueError, match=message):
         config_of(**options)
+
+
+def test_tables_may_be_any_mapping():
+    def frozen(table):
+        is_table = isinstance(table, dict)
+        return MappingProxyType({k: frozen(v) for k, v in table.items()}) if is_table else table
+
+    given = settings(policy="fair", **{name: frozen(table) for name, table in TABLES.items()})
+    assert given == settings(policy="fair", **TABLES)
+
+
+@pytest.mark.parametrize(
+    "tables", [{"tenants": {"a": {"weight": 2}}}, {"default_tenant": {"weight": 0.5}}]
+)
+def test_a_weight_without_shares_is_refused(tables):
+    with pytest.raises(ValueError, match=r"^weight of a tenant needs fairness"):
+        config_of(policy="fcfs", **tables)
+    assert config_of(policy="fcfs", tenants={"a": {"weight": 1}}).policy == "fcfs"
 
 
 @pytest.mark.parametrize(

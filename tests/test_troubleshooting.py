@@ -15,7 +15,7 @@ INTERNAL = {"BlockNotHeld"}
 def refusals() -> dict[str, str]:
     """The longest fixed part of each message of the core's `Error`, by variant."""
     source = (ROOT / "rust" / "core" / "src" / "error.rs").read_text(encoding="utf-8")
-    pattern = re.compile(r'#\[error\(\s*"((?:[^"\\]|\\.)*)"\s*\)\]\s*(\w+)', re.DOTALL)
+    pattern = re.compile(r'#\[error\(\s*"((?:[^"\\]|\\.)*)"[^"]*?\)\]\s*(\w+)', re.DOTALL)
     found = {}
     for message, variant in pattern.findall(source):
         joined = re.sub(r"\\\n\s*", "", message).replace('\\"', '"')

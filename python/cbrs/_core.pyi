@@ -144,12 +144,12 @@ class PromptTooLongError(InvalidRequestError):
 class OverloadedError(CbrsError):
     """The request was refused because of load, a rate or a deadline.
 
-    `retry_after_s` says after how many seconds to try again, `reason` what was short: the queue
-    (its bounds in requests, tokens and seconds), the rate of the tenant, or the time until the
-    deadline.
+    `retry_after_s` says after how many seconds to try again (None = that does not help: the
+    deadline is too short whatever waits), `reason` what was short: the queue (its bounds in
+    requests, tokens and seconds), the rate of the tenant, or the time until the deadline.
     """
 
-    retry_after_s: float
+    retry_after_s: float | None
     reason: Literal["queue", "rate", "deadline"]
 
 class DeadlineExceededError(CbrsError):

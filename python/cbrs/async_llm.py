@@ -86,7 +86,7 @@ class AsyncLLM(BaseLLM):
         Raises, when the first output is asked for:
             InvalidRequestError: what is wrong with the prompt, a parameter or the id.
             OverloadedError: the queue is full, the tenant is over its rate, or the deadline cannot
-                be met; `retry_after_s` says when to try again.
+                be met; `retry_after_s` says when to try again (None = that does not help).
 
         Raises, at any output:
             EngineClosedError: `aclose` was called, or this is a forked child.

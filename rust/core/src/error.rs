@@ -203,6 +203,17 @@ pub enum Error {
         /// Seconds after which the request conforms to the rate.
         retry_after_s: f64,
     },
+    /// The tenant has a rate, but what it uses cannot be counted: too many tenants with rates have something to pay.
+    #[error(
+        "the use of tenant {tenant:?} cannot be counted against its rate: too many other tenants have used theirs within \
+         the last minute; try again in {retry_after_s:.3} s"
+    )]
+    TooManyTenants {
+        /// Name of the tenant; empty for requests that name none.
+        tenant: Arc<str>,
+        /// Seconds after which to try again.
+        retry_after_s: f64,
+    },
     /// The predicted time in the queue is above its bound.
     #[error(
         "the queue is too long: a wait of {predicted_s:.3} s is predicted, but at most {limit_s:.3} are allowed now \
@@ -332,6 +343,7 @@ impl Error {
             | Self::QueuedTokensFull { retry_after_s, .. }
             | Self::TenantQueueFull { retry_after_s, .. }
             | Self::TenantOverRate { retry_after_s, .. }
+            | Self::TooManyTenants { retry_after_s, .. }
             | Self::QueueTooLong { retry_after_s, .. } => Some(retry_after_s),
             Self::DeadlineUnattainable { retry_after_s, .. } => retry_after_s,
             _ => None,

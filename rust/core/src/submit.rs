@@ -159,8 +159,8 @@ impl Submitter {
     /// Checks a request and queues it; it arrives at `now_ns` on the clock that `step` gets its times from. Any thread; never waits.
     ///
     /// # Errors
-    /// What `RequestSpec` can have wrong; `TenantOverRate`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`,
-    /// `QueuedTokensFull`; `Closed`. Nothing stays behind.
+    /// What `RequestSpec` can have wrong; `TenantOverRate`, `TooManyTenants`, `DeadlineUnattainable`, `TenantQueueFull`,
+    /// `QueueTooLong`, `QueueFull`, `QueuedTokensFull`; `Closed`. Nothing stays behind.
     pub fn submit_at(&self, mut spec: RequestSpec, now_ns: u64) -> Result<RequestId> {
         let shared = &*self.shared;
         if shared.queue.is_closed() {

@@ -14,8 +14,8 @@ create_exception!(
     cbrs.errors,
     OverloadedError,
     CbrsError,
-    "The request was refused because of load, a rate or a deadline. `retry_after_s` says after how many seconds to try again, \
-     `reason` what was short: \"queue\", \"rate\" or \"deadline\"."
+    "The request was refused because of load, a rate or a deadline. `retry_after_s` says after how many seconds to try again \
+     (None = that does not help: the deadline is too short whatever waits), `reason` what was short: \"queue\", \"rate\" or \"deadline\"."
 );
 create_exception!(cbrs.errors, DeadlineExceededError, CbrsError, "The deadline of a request passed before it ended.");
 create_exception!(cbrs.errors, EngineClosedError, CbrsError, "The engine was closed, or belongs to another process.");
@@ -81,11 +81,12 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         | Error::QueuedTokensFull { .. }
         | Error::TenantQueueFull { .. }
         | Error::TenantOverRate { .. }
+        | Error::TooManyTenants { .. }
         | Error::QueueTooLong { .. }
         | Error::DeadlineUnattainable { .. } => {
             let err = OverloadedError::new_err(message);
             let reason = match error {
-                Error::TenantOverRate { .. } => "rate",
+                Error::TenantOverRate { .. } | Error::TooManyTenants { .. } => "rate",
                 Error::DeadlineUnattainable { .. } => "deadline",
                 _ => "queue",
             };

@@ -10,7 +10,7 @@ use cbrs_core::policy::{Admission, Class, ClassLimits, Fairness, Order, PolicyCo
 use cbrs_core::{Error, Policy};
 use pyo3::exceptions::{PyOSError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyString};
+use pyo3::types::{PyBool, PyDict, PyMapping, PyString};
 
 use crate::arrays::{integer, number, wrong_type};
 use crate::errors::to_py;
@@ -275,14 +275,15 @@ fn read_table<'py>(
     Ok(())
 }
 
-/// The entries of a dict with strings as keys.
+/// The entries of a dict, or another mapping, with strings as keys.
 fn entries<'py>(table: &Bound<'py, PyAny>, place: &str) -> PyResult<Vec<(String, Bound<'py, PyAny>)>> {
-    let table = table.cast::<PyDict>().map_err(|_| wrong_type(place, "a dict", table))?;
-    let entry = |(key, value): (Bound<'py, PyAny>, Bound<'py, PyAny>)| {
+    let table = table.cast::<PyMapping>().map_err(|_| wrong_type(place, "a dict", table))?;
+    let entry = |item: Bound<'py, PyAny>| {
+        let (key, value): (Bound<'py, PyAny>, Bound<'py, PyAny>) = item.extract()?;
         let name = key.cast::<PyString>().map_err(|_| wrong_type(&format!("a key of {place}"), "a string", &key))?;
         Ok((name.to_str()?.to_owned(), value))
     };
-    table.iter().map(entry).collect()
+    table.items()?.iter().map(entry).collect()
 }
 
 /// Names the keys that come nearest, or all that there are.

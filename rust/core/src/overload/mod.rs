@@ -51,6 +51,8 @@ use tenants::Measure;
 const TENANT_FACTOR: u64 = 4;
 /// Most of the capacity that more urgent classes are thought to take from a class.
 const MAX_URGENT_LOAD: f64 = 0.95;
+/// Tenants for which there is room at least if some have rates: what they have used is kept for a minute after they have left.
+const MIN_RATED_TENANTS: usize = 32_768;
 /// Least time that a refusal names.
 const MIN_RETRY_S: f64 = 0.001;
 
@@ -149,7 +151,8 @@ impl AdmissionControl {
         let shares: [f64; 3] = std::array::from_fn(|class| rules.classes[class].queue_share);
         let limited = |limits: &TenantLimits| limits.requests_per_min.is_some() || limits.tokens_per_min.is_some();
         let is_weighted = rules.fairness == Fairness::Weighted;
-        let needs_tenants = is_weighted || rules.tenants.values().chain([&rules.default_tenant]).any(limited);
+        let has_rates = rules.tenants.values().chain([&rules.default_tenant]).any(limited);
+        let max_tenants = max_live_requests(config).max(if has_rates { MIN_RATED_TENANTS } else { 0 });
         let zero = || AtomicU64::new(0);
         Self {
             max_requests: shares.map(|share| ((bounds.max_requests() as f64 * share) as usize).max(1)),
@@ -162,7 +165,7 @@ impl AdmissionControl {
             service: QueuedService::new(),
             model: ServiceModel::new(),
             promises: Promises::new(),
-            tenants: needs_tenants.then(|| TenantTable::new(max_live_requests(config))),
+            tenants: (is_weighted || has_rates).then(|| TenantTable::new(max_tenants)),
             is_weighted,
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
             now_ns: CachePadded::new(zero()),
@@ -194,7 +197,7 @@ impl AdmissionControl {
     /// Reserves what a request needs, or nothing.
     ///
     /// # Errors
-    /// `TenantOverRate`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
+    /// `TenantOverRate`, `TooManyTenants`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
     pub(crate) fn reserve(&self, arrival: &Arrival<'_>) -> Result<Reservation> {
         let tenant = self.tenants.as_ref().map_or(TenantCell::NONE, |tenants| {
             tenants.acquire(self.hasher.tenant(arrival.tenant.map_or("", |name| name)), arrival.now_ns)
@@ -219,6 +222,9 @@ impl AdmissionControl {
         let Some(tenants) = &self.tenants else {
             return Ok(());
         };
+        if tenant == TenantCell::NONE && arrival.rate_limits() != [None; 2] {
+            return Err(Error::TooManyTenants { tenant: arrival.tenant_name(), retry_after_s: UNKNOWN_RETRY_S });
+        }
         let charged = tenants.charge(tenant, arrival.rate_limits(), arrival.num_prompt_tokens, arrival.now_ns);
         charged.map_err(|(what, retry_ns)| Error::TenantOverRate {
             tenant: arrival.tenant_name(),

@@ -288,6 +288,34 @@ fn rates_of_a_tenant_are_charged_for_what_is_let_in() {
 }
 
 #[test]
+fn rates_hold_however_many_tenants_come() {
+    let limits = TenantLimits { requests_per_min: Some(1.0), ..TenantLimits::default() };
+    let mut door = door(16, fcfs(|rules| rules.default_tenant = limits.clone()));
+    let names: Vec<Arc<str>> = (0..2000).map(|index| Arc::from(format!("tenant {index}"))).collect();
+    let come = |door: &AdmissionControl, name: &Arc<str>| {
+        let reservation = door.reserve(&Arrival { tenant: Some(name), ..arrival(&limits, Class::Standard) })?;
+        end(door, [reservation]);
+        Ok(())
+    };
+    for name in &names {
+        assert_eq!(come(&door, name), Ok(()), "a small queue is no reason to know few tenants");
+    }
+    for name in &names {
+        assert!(matches!(come(&door, name), Err(Error::TenantOverRate { .. })), "{name} has used its minute");
+    }
+    // A table that is full.
+    door.tenants = Some(TenantTable::new(8));
+    let results: Vec<_> = names.iter().map(|name| come(&door, name)).collect();
+    assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 16);
+    let refused = results.into_iter().find_map(Result::err).expect("there are 16 cells");
+    assert!(matches!(refused, Error::TooManyTenants { retry_after_s: UNKNOWN_RETRY_S, .. }), "{refused}");
+    let free = TenantLimits::default();
+    let unlimited = Arrival { tenant: Some(&names[99]), ..arrival(&free, Class::Standard) };
+    end(&door, [door.reserve(&unlimited).expect("there is nothing to count")]);
+    door.check_drained();
+}
+
+#[test]
 fn a_full_queue_promises_when_a_tenth_of_it_is_gone() {
     let limits = TenantLimits::default();
     let door = door(20, PolicyConfig::fcfs());

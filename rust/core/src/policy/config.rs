@@ -344,6 +344,10 @@ impl PolicyConfig {
             let (name, reason) = ("max_num_seqs", "of a tenant needs fairness = \"weighted\": one line has one bound");
             return Err(Error::UnusableParameter { name, reason });
         }
+        if self.fairness == Fairness::Off && tenants().any(|tenant| (tenant.weight - 1.0).abs() > 0.0) {
+            let (name, reason) = ("weight", "of a tenant needs fairness = \"weighted\": one line has no shares");
+            return Err(Error::UnusableParameter { name, reason });
+        }
         tenants().try_for_each(check_tenant)
     }
 }

@@ -39,6 +39,10 @@ impl Scheduler {
         // In a fixed group there are no classes.
         let class = if self.is_static() { Class::Standard } else { reservation.class };
         let flow = self.flows.join(self.config.rules(), class, spec.tenant.as_ref());
+        if id.slot() as usize >= self.flows.tickets.len() {
+            // Displaced requests hold slots besides those of the queue and of the rows.
+            self.flows.grow(self.shared.slots.capacity());
+        }
         self.flows.tickets[id.slot() as usize] = Ticket { since_ms: 0, flow };
         // Who came after this step has read the clock is of no age, not of a negative one.
         self.flows.begin_wait(id.slot(), times.arrival_ns.min(self.now_ns));

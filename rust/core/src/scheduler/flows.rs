@@ -177,6 +177,13 @@ impl Flows {
         &mut self.entries[flow as usize]
     }
 
+    /// Makes room for more requests, who are there besides those that wait and run: displaced ones.
+    pub(super) fn grow(&mut self, num_slots: usize) {
+        self.tickets.resize(num_slots, Ticket::default());
+        self.slot_links.grow(num_slots);
+        self.age_links.grow(num_slots);
+    }
+
     /// Flow of the request in a slot.
     pub(super) fn of(&self, slot: u32) -> u32 {
         self.tickets[slot as usize].flow

@@ -38,6 +38,12 @@ impl Links {
         Self { next: vec![NONE; num_entries], prev: vec![NONE; num_entries] }
     }
 
+    /// Makes room for entries up to this number.
+    pub(crate) fn grow(&mut self, num_entries: usize) {
+        self.next.resize(num_entries, NONE);
+        self.prev.resize(num_entries, NONE);
+    }
+
     pub(crate) fn after(&self, entry: u32) -> Option<u32> {
         let next = self.next[entry as usize];
         (next != NONE).then_some(next)

@@ -206,12 +206,12 @@ impl Scheduler {
         let config = config.validate()?;
         check_memory(&config)?;
         let shared = Arc::new(Shared::new(&config));
-        let num_slots = shared.slots.capacity();
+        // More when displaced requests need them (`enter`).
+        let num_slots = config.queue_capacity + config.max_num_seqs;
         let batch =
             || Batch::with_capacity(config.max_num_seqs, config.max_num_batched_tokens, config.max_prompt_logits);
         // One event in one step for each request that waits or runs; more if displaced ones, or several choices of each, end at once.
-        let num_events = config.queue_capacity + config.max_num_seqs;
-        let output = || StepOutput::with_capacity(num_events, config.max_num_seqs);
+        let output = || StepOutput::with_capacity(num_slots, config.max_num_seqs);
         let has_accounts = config.rules().counts_service() || config.rules().admission == Admission::Estimated;
         Ok(Self {
             pool: BlockPool::new(config.num_blocks, config.block_size),

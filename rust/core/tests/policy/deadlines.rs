@@ -87,3 +87,24 @@ fn a_paused_engine_drops_waiters_too_and_says_when_it_has_to_look() {
     assert_eq!(rig.scheduler.next_timer_ns(), None);
     rig.drain();
 }
+
+#[test]
+fn a_missed_deadline_says_what_the_request_did_and_what_would_help() {
+    let mut rig = Rig::fair(config(1, 512), |_| ());
+    let spec = |class, seed| RequestSpec { deadline_ms: Some(100.0), ..request(class, "", seed, 20) };
+    let displaced = rig.submit(spec(Class::Batch, 0), 500).expect("it fits");
+    rig.step();
+    rig.step();
+    let running = rig.submit(spec(Class::Interactive, 1), 500).expect("it fits");
+    let waiting = rig.submit(spec(Class::Batch, 2), 500).expect("it fits");
+    rig.drain();
+    let detail = |id: u64| rig.requests[&id].end.clone().and_then(|(_, detail)| detail).expect("it is told why");
+    for (id, state, advice) in [
+        (displaced, "the request waited again, to go on, after 1", "give a later deadline or a higher priority"),
+        (running, "the request still ran after 1", "give a later deadline or a lower max_tokens"),
+        (waiting, "the request still waited after 1", "or send it when less waits"),
+    ] {
+        let text = detail(id);
+        assert!(text.starts_with("the deadline passed: ") && text.contains(state) && text.ends_with(advice), "{text}");
+    }
+}

@@ -31,6 +31,88 @@ fn displaced_requests_take_no_place_in_the_queue() {
     rig.drain();
 }
 
+/// Runs requests of these lengths, one after another, until the cost of a step is known.
+fn warm_up(rig: &mut Rig, num_outputs: usize) {
+    for seed in 0..30 {
+        let id = rig.submit(request(Class::Standard, "", seed, 20 + 30 * seed as usize), num_outputs).expect("it fits");
+        while rig.requests[&id].end.is_none() {
+            rig.step();
+        }
+    }
+    while !rig.step_id.is_multiple_of(16) || rig.batch.is_empty() {
+        rig.submit(request(Class::Standard, "", 50 + rig.step_id, 20), 3).expect("it fits");
+        rig.step();
+    }
+    rig.step();
+}
+
+/// A prompt of 3,200 tokens that takes 96 ms to compute, with 50 ms for its first token.
+fn hasty() -> RequestSpec {
+    RequestSpec { ttft_deadline_ms: Some(50.0), ..request(Class::Standard, "", 77, 3200) }
+}
+
+#[test]
+fn a_prompt_that_may_be_cached_is_not_refused_for_its_length() {
+    for enable_prefix_caching in [true, false] {
+        let mut rig = Rig::fair(SchedulerConfig { enable_prefix_caching, ..config(4, 2048) }, |_| ());
+        warm_up(&mut rig, 3);
+        let known = rig.submit(request(Class::Standard, "", 77, 3200), 3).expect("it has no deadline");
+        while rig.requests[&known].end.is_none() {
+            rig.step();
+        }
+        rig.step();
+        if enable_prefix_caching {
+            let id = rig.submit(hasty(), 3).expect("it is cached");
+            let arrival_ns = rig.now_ns;
+            while rig.requests[&id].tokens.is_empty() {
+                rig.step();
+            }
+            assert!(rig.now_ns - arrival_ns < 50_000_000, "and its first token is in time");
+            let told = RequestSpec { prompt_logprobs: Some(0), ..hasty() };
+            let refused = rig.submitter().submit_at(told, rig.now_ns).expect_err("it takes nothing from the cache");
+            assert!(matches!(refused, Error::DeadlineUnattainable { .. }), "{refused}");
+        } else {
+            let refused = rig.submitter().submit_at(hasty(), rig.now_ns).expect_err("it takes 96 ms");
+            assert!(matches!(refused, Error::DeadlineUnattainable { retry_after_s: None, .. }), "{refused}");
+            assert!(refused.to_string().contains("shorter prompt"), "{refused}");
+        }
+        rig.drain();
+    }
+}
+
+#[test]
+fn a_deadline_that_the_output_cannot_meet_is_refused_on_arrival() {
+    let mut rig = Rig::fair(config(4, 2048), |_| ());
+    warm_up(&mut rig, 100);
+    // 100 tokens take half a second.
+    let spec = |deadline_ms| RequestSpec { deadline_ms: Some(deadline_ms), ..request(Class::Standard, "", 99, 20) };
+    let refused = rig.submitter().submit_at(spec(200.0), rig.now_ns).expect_err("it ends later");
+    assert!(matches!(refused, Error::DeadlineUnattainable { token: "last", retry_after_s: None, .. }), "{refused}");
+    let id = rig.submit(spec(700.0), 100).expect("it ends in time");
+    let short = RequestSpec { max_tokens: Some(20), ..spec(200.0) };
+    let short = rig.submit(short, 20).expect("20 tokens end in time");
+    rig.drain();
+    assert_eq!([id, short].map(|id| rig.requests[&id].tokens.len()), [100, 20]);
+}
+
+#[test]
+fn who_comes_after_the_clock_was_read_is_not_aged() {
+    let mut rig = Rig::fair(config(1, 512), |rules| rules.aging_s = 100.0);
+    rig.now_ns = 5_000_000_000;
+    let running = rig.submit(request(Class::Interactive, "", 0, 20), 40).expect("it fits");
+    rig.step();
+    let urgent: Vec<u64> =
+        (1..4).map(|seed| rig.submit(request(Class::Interactive, "", seed, 20), 3).expect("it fits")).collect();
+    // Its step reads the clock 1 s before it comes.
+    rig.now_ns += 1_000_000_000;
+    let batch = rig.submit(request(Class::Batch, "", 9, 20), 3).expect("it fits");
+    rig.now_ns -= 1_000_000_000;
+    rig.drain();
+    let first_step = |id: &u64| rig.requests[id].first_step.expect("it has run");
+    assert!(urgent.iter().all(|id| first_step(id) < first_step(&batch)), "batch is last");
+    assert!(rig.requests[&running].end.is_some());
+}
+
 /// Predicted service of ten requests like those before, which ended after 20 tokens by a stop string or by themselves.
 fn predicted_after_short_outputs(by_stop_string: bool) -> f64 {
     let mut rig = Rig::fair(config(4, 2048), |_| ());
