@@ -25,7 +25,7 @@ const MAX_OVERTAKES: u8 = 16;
 /// to flows that were not looked at before.
 const MAX_SHORT_FLOWS: usize = MAX_RETURNED + 16;
 /// Requests behind the first of their flow that lacks memory for which a plan does so.
-const MAX_MISFITS: usize = 16;
+const MAX_MISFITS: usize = 15;
 
 impl Waiter {
     /// Slot of its request.

@@ -74,7 +74,7 @@ impl Flow {
         !self.preempted.is_empty() || !self.waiting.is_empty() || !self.by_deadline.is_empty()
     }
 
-    /// Weights are at least one thousandth; of the digits below that only the shares of others take no notice.
+    /// A weight is at least one thousandth; shares take no notice of finer digits.
     fn weight_thousandths(&self) -> u64 {
         (self.weight * 1000.0).round() as u64
     }
@@ -535,7 +535,7 @@ mod tests {
         for &flow in &joined[1..] {
             flows.leave(flow);
         }
-        assert_eq!(flows.share(joined[0]), 1.0, "the only one has all");
+        assert_eq!(flows.share(joined[0]).to_bits(), 1.0_f64.to_bits(), "the only one has all");
     }
 
     /// Requests of ever new tenants that are cancelled before a class that is at its cap can look at them.
