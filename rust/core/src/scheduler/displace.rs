@@ -178,14 +178,10 @@ impl Scheduler {
         let mut candidates = self
             .running_newest_first()
             .take_while(|&row| is_lower(self, row))
-            .filter(|&row| self.may_be_displaced(row))
-            .peekable();
+            .filter(|&row| self.may_be_displaced(row));
         match self.rules.victim {
             Victim::Newest => candidates.next(),
-            Victim::Cost => {
-                let lowest = self.order(*candidates.peek()?).class();
-                self.cheapest(candidates.take_while(|&row| self.order(row).class() == lowest))
-            }
+            Victim::Cost => self.cheapest_of_lowest(candidates),
         }
     }
 

@@ -115,7 +115,7 @@ impl Scheduler {
     ///
     /// It is never more than all that may ever come. A token more than the blocks hold is up to a block for each sequence.
     fn is_ample(&self, needs: Needs, available: usize) -> bool {
-        needs.num_new + self.rows.num_growth() + needs.num_growth + self.num_running() + 1 <= available
+        needs.num_new + self.rows.num_growth() + needs.num_growth + self.num_running() < available
     }
 
     /// Blocks that all that runs, and a newcomer, will take at their peak besides those they hold when it has started.

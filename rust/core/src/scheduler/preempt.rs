@@ -67,7 +67,7 @@ impl Scheduler {
     }
 
     /// The cheapest of the lowest class among candidates that come newest first: no price moves work of a higher class out of its way.
-    fn cheapest_of_lowest(&self, candidates: impl Iterator<Item = u32>) -> Option<u32> {
+    pub(super) fn cheapest_of_lowest(&self, candidates: impl Iterator<Item = u32>) -> Option<u32> {
         let mut candidates = candidates.peekable();
         let lowest = self.order(*candidates.peek()?).class();
         self.cheapest(candidates.take_while(|&row| self.order(row).class() == lowest))
