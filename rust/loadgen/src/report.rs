@@ -75,6 +75,11 @@ pub struct ClientShare {
 }
 
 impl Report {
+    /// The figures as a JSON object.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers and texts are JSON")
+    }
+
     pub(crate) fn new(recorder: &Recorder, counters: &Counters, duration_s: f64, client: ClientShare) -> Self {
         let per_s = |count: u64| if duration_s > 0.0 { count as f64 / duration_s } else { 0.0 };
         Self {
