@@ -29,11 +29,12 @@ fn to_py(error: &Error) -> PyErr {
 pub(crate) fn run_load<'py>(
     py: Python<'py>,
     config: &Bound<'py, PyDict>,
-    on_progress: Option<Py<PyAny>>,
+    on_progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let json = py.import("json")?;
     let text: String = json.call_method1("dumps", (config,))?.extract()?;
     let config = Config::from_json(&text).map_err(|error| to_py(&error))?;
+    let on_progress = on_progress.map(Bound::unbind);
     let mut raised = None;
     let result = py.detach(|| {
         run(&config, |progress| {
