@@ -2,7 +2,7 @@
 documentation.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar, Literal, SupportsIndex, TypeAlias, TypedDict, Unpack, final
 
@@ -38,6 +38,7 @@ __all__ = [
     "Update",
     "__version__",
     "cpu_features",
+    "run_load",
 ]
 
 __version__: str
@@ -1100,3 +1101,18 @@ class CpuKernels:
 
 def cpu_features() -> dict[str, bool | str]:
     """Which instruction sets this CPU has (of those with a kernel), and the kernel chosen."""
+
+def run_load(
+    config: dict[str, Any], on_progress: Callable[[dict[str, Any]], object] | None = None
+) -> dict[str, Any]:
+    """Sends a load to a server and measures it. `config` has the fields of `cbrs_loadgen::Config`;
+    the result has those of its `Report`.
+
+    `on_progress` is called about twice a second, with a dict of `elapsed_s` (None during the
+    warm-up), `num_started`, `num_succeeded`, `num_failed`, `num_tokens` and `num_requests` (None if
+    the duration decides); what it raises ends the run and is raised here. Runs without the GIL;
+    signals are handled as often.
+
+    Raises ValueError for a configuration, an address or a file that cannot be used. What goes wrong
+    with single requests is counted in the result.
+    """

@@ -22,10 +22,13 @@ _INT_OPTIONS = {
 }
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
+def add_model_argument(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
     """Adds the positional argument that names the model, and `--offline`."""
     parser.add_argument(
-        "model", metavar="MODEL", help="known name, folder, .gguf file, hub id or null"
+        "model",
+        metavar="MODEL",
+        nargs="?" if is_optional else None,
+        help="known name, folder, .gguf file, hub id or null",
     )
     add_offline_option(parser)
 

@@ -6,6 +6,7 @@ mod config;
 mod cpu;
 mod cpu_sampling;
 mod errors;
+mod load;
 mod loading;
 mod logprobs;
 mod memory;
@@ -41,6 +42,8 @@ mod _core {
     use crate::errors::{
         CbrsError, DeadlineExceededError, EngineClosedError, EngineDeadError, ModelLoadError, OverloadedError,
     };
+    #[pymodule_export]
+    use crate::load::run_load;
     #[pymodule_export]
     use crate::loading::{GgufFile, SafetensorsCheckpoint};
     #[pymodule_export]

@@ -1,4 +1,4 @@
-"""`cbrs bench`: throughput and latency of a model over a sweep of concurrencies."""
+"""`cbrs bench`: throughput and latency of a model or a server over a sweep of concurrencies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cbrs.cli.bench.server import add_server_options, check_no_server_options, run_server
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, positive_int
 from cbrs.cli.options import add_engine_options, add_model_argument, given
 from cbrs.cli.prompts import read_prompts
@@ -37,7 +38,11 @@ in the same process sees; times per token are measured where tokens arrive.
 
 Random prompts differ from level to level and run without the prefix cache, which could find nothing
 in them. With --file the cache is on, and emptied before each level; --no-prefix-caching turns it
-off."""
+off.
+
+With --url a server that speaks the OpenAI protocol is measured instead, by a load generator in
+Rust, which also knows open loops (--rate) and traces (--trace): for example
+`cbrs bench --url http://127.0.0.1:8000 --concurrency 64 --num-requests 1000`."""
 
 
 class Workload(Protocol):
@@ -57,11 +62,10 @@ def add_parser(commands: Commands) -> None:
         _run,
         details=_DETAILS,
     )
-    add_model_argument(parser)
+    add_model_argument(parser, is_optional=True)
     parser.add_argument(
         "--concurrency",
         type=_concurrencies,
-        default=_CONCURRENCY,
         metavar="N,...",
         help=f"clients at once, a level each (default: {','.join(map(str, _CONCURRENCY))})",
     )
@@ -74,24 +78,27 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--input-len",
+        "--prompt-tokens",
         type=positive_int,
         metavar="N",
         help=f"tokens of a random prompt (default: {_INPUT_LEN})",
     )
     parser.add_argument(
         "--output-len",
+        "--output-tokens",
         type=positive_int,
-        default=_OUTPUT_LEN,
         metavar="N",
         help="output tokens: exactly for random prompts, at most for a line of --file without "
-        "max_tokens (default: %(default)s)",
+        f"max_tokens (default: {_OUTPUT_LEN})",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random prompts (default: 0)")
     parser.add_argument(
         "--file",
+        "--prompts",
         metavar="PATH",
         help="prompts instead of random ones, in the forms of `cbrs generate --file`; used again "
-        "from the start if there are fewer than requests; - is stdin",
+        "from the start if there are fewer than requests; - is stdin. With --url the field can "
+        "also be question or turns, of which the first is sent",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the figures as one JSON object, the last line"
@@ -102,6 +109,7 @@ def add_parser(commands: Commands) -> None:
         metavar="FILE",
         help="draw throughput against latency (.png, .svg or .pdf; needs the extra viz)",
     )
+    add_server_options(parser)
     add_engine_options(parser, max_num_seqs="the largest concurrency")
 
 
@@ -113,7 +121,13 @@ def _concurrencies(text: str) -> tuple[int, ...]:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.file is not None and arguments.input_len is not None:
         raise InputError("--input-len is for random prompts; leave out it or --file")
-    wanted, largest = arguments.num_requests, max(arguments.concurrency)
+    concurrencies = arguments.concurrency or _CONCURRENCY
+    if arguments.url is not None:
+        return run_server(arguments, concurrencies)
+    check_no_server_options(arguments)
+    if arguments.model is None:
+        raise InputError("give a MODEL, or the --url of a server")
+    wanted, largest = arguments.num_requests, max(concurrencies)
     if wanted is not None and wanted < largest:
         raise InputError(
             f"--num-requests {wanted} cannot keep {largest} clients busy; give {largest} or more"
@@ -123,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         check_plot(arguments.plot)
     try:
-        levels, settings = asyncio.run(_measure(arguments))
+        levels, settings = asyncio.run(_measure(arguments, concurrencies))
     except TypeError as error:
         if arguments.file is None:
             raise
@@ -145,18 +159,20 @@ def _run(arguments: argparse.Namespace) -> int:
     return EXIT_FAILURE if errors else 0
 
 
-async def _measure(arguments: argparse.Namespace) -> tuple[list[Level], dict[str, Any]]:
+async def _measure(
+    arguments: argparse.Namespace, concurrencies: tuple[int, ...]
+) -> tuple[list[Level], dict[str, Any]]:
     """Loads the model, warms it up, and runs every level."""
     items = None if arguments.file is None else read_prompts(None, arguments.file, as_chat=False)
     from cbrs.async_llm import AsyncLLM
     from cbrs.cli.bench.workload import FileWorkload, RandomWorkload
 
     options = {
-        "max_num_seqs": max(arguments.concurrency),
+        "max_num_seqs": max(concurrencies),
         "enable_prefix_caching": items is not None,
         **given(arguments, EngineConfig, but="seed"),
     }
-    output_len = arguments.output_len
+    output_len = arguments.output_len or _OUTPUT_LEN
     async with AsyncLLM(**options) as llm:
         input_len = arguments.input_len or _INPUT_LEN
         workload: Workload = (
@@ -164,9 +180,9 @@ async def _measure(arguments: argparse.Namespace) -> tuple[list[Level], dict[str
             if items is None
             else FileWorkload(llm, items, output_len=output_len)
         )
-        await _warm_up(llm, workload, max(arguments.concurrency))
+        await _warm_up(llm, workload, max(concurrencies))
         levels = []
-        for concurrency in arguments.concurrency:
+        for concurrency in concurrencies:
             levels.append(await _run_level(llm, workload, concurrency, arguments))
         prompts = (
             {"file": arguments.file}
