@@ -10,7 +10,9 @@ bounded to 2 predicted seconds (`max_queue_s`), 1,024 requests and 262,144 promp
            Goodput counts the output tokens of requests whose first token came within 2 s and whose
            ITL p99 is at most 100 ms; `fcfs` without deadline and with bounds as they are by default
            beside it. By the profile cpu, whose steps with a prompt take longer, 300 ms, without
-           a goal. The queue is looked at after every step.
+           a goal. The queue is looked at after every step; its predicted seconds
+           after the first fifth: before some steps are over, nobody can predict any (then at most
+           as many requests wait as there are rows).
   burst    half of capacity, and 10 times capacity for 5 s in the middle. Who is refused comes back
            once, when it was told to: how many are admitted then, and get their first token in time.
            Where the refused stay away: how long after the burst times to first token are as before
@@ -79,6 +81,12 @@ def goodput(run: Run, max_itl_s: float, from_ns: int, until_ns: int) -> float:
     )
 
 
+def most_since(run: Run, name: str, from_ns: int) -> float:
+    """The largest of a watched figure from a time on."""
+    is_inside = np.asarray(run.steps.start_ns) >= from_ns
+    return float(np.asarray(run.steps.watched[name])[is_inside].max(initial=0.0))
+
+
 def load_figures(run: Run, profile: Profile) -> Figures:
     indices, requests = np.arange(len(run.requests.stream)), run.requests
     # The first fifth is left out, in which the queue forms.
@@ -99,7 +107,8 @@ def load_figures(run: Run, profile: Profile) -> Figures:
         "itl_p99_ms": output.rounded(1e3 * output.percentile(run.itl_s(indices), 99)),
         "most_waiting": int(max(watched["num_waiting"])),
         "most_queued_tokens": int(max(watched["num_queued_tokens"])),
-        "most_queued_s": output.rounded(max(watched["queued_service_s"])),
+        # Before the first steps are over nobody can say how long anything takes.
+        "most_queued_s": output.rounded(most_since(run, "queued_service_s", from_ns)),
         "part_of_time_refusing": output.rounded(
             run.mean_over_time(watched["is_refusing"], 0, run.end_ns)
         ),

@@ -148,7 +148,8 @@ pub enum Error {
     /// The bound on waiting requests is reached.
     #[error(
         "the queue is full: {queued} requests are waiting, but at most {limit} may now (queue_capacity, of which a class \
-         fills its queue_share; 9/10 of it until a queue that was full is shorter); try again in {retry_after_s:.3} s"
+         fills its queue_share; 9/10 of it until a queue that was full is shorter; under max_queue_s as many as max_num_seqs \
+         until it is known how long a step takes); try again in {retry_after_s:.3} s"
     )]
     QueueFull {
         /// Requests waiting now.

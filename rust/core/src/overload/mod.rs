@@ -103,6 +103,8 @@ pub(crate) struct AdmissionControl {
     max_requests: [usize; 3],
     max_tokens: [u64; 3],
     max_queue_us: [Option<f64>; 3],
+    /// Requests that may wait under a bound in seconds while nobody knows how long they take.
+    max_unpriced: usize,
     full: CachePadded<Full>,
     service: QueuedService,
     model: ServiceModel,
@@ -157,6 +159,7 @@ impl AdmissionControl {
         Self {
             max_requests: shares.map(|share| ((bounds.max_requests() as f64 * share) as usize).max(1)),
             max_tokens: shares.map(|share| part_of_tokens(bounds.max_tokens(), share)),
+            max_unpriced: config.max_num_seqs,
             max_queue_us: shares.map(|share| rules.max_queue_s.map(|seconds| seconds * share * 1e6)),
             full: CachePadded::new(Full {
                 requests: std::array::from_fn(|_| Refusing::new()),
@@ -423,7 +426,10 @@ impl AdmissionControl {
     /// Reserves a place in the queue, within the bounds in requests and tokens.
     fn queue_request(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
         let (class, requested) = (arrival.class as usize, arrival.num_prompt_tokens);
-        let (max_requests, max_tokens) = (self.max_requests[class], self.max_tokens[class]);
+        let (mut max_requests, max_tokens) = (self.max_requests[class], self.max_tokens[class]);
+        if reservation.service_us == 0 && self.max_queue_us[class].is_some() {
+            max_requests = max_requests.min(self.max_unpriced);
+        }
         let refuse = |shortage: Shortage, queued: u64| {
             // Its own service is reserved already.
             let waiting_us = self.service.total().saturating_sub(u64::from(reservation.service_us));

@@ -167,7 +167,7 @@ fn the_predicted_service_is_that_of_as_many_as_memory_lets_run() {
 
 #[test]
 fn what_came_before_service_was_known_is_counted_when_it_is() {
-    let mut rig = Rig::fair(config(4, 2048), |rules| rules.max_queue_s = Some(1.0));
+    let mut rig = Rig::fair(config(4, 2048), |_| ());
     let spec = |seed| RequestSpec { max_tokens: Some(100), ..request(Class::Standard, "", seed, 20) };
     for seed in 0..300 {
         rig.submit(spec(seed), 100).expect("nobody knows how long it takes");
@@ -178,7 +178,8 @@ fn what_came_before_service_was_known_is_counted_when_it_is() {
     let queued_s = rig.submitter().stats().queued_service_s;
     // 4 rows in steps of 5 ms: 100 tokens take about 125 ms of the engine.
     assert!((25.0..60.0).contains(&queued_s), "{queued_s} s for 296 requests");
-    let refused = rig.submitter().submit_at(spec(999), rig.now_ns).expect_err("far more than a second waits");
+    let refused = RequestSpec { ttft_deadline_ms: Some(1000.0), ..spec(999) };
+    let refused = rig.submitter().submit_at(refused, rig.now_ns).expect_err("far more than a second waits");
     assert!(refused.retry_after_s().is_some_and(|seconds| seconds > 20.0), "{refused}");
     for (index, id) in rig.requests.keys().copied().collect::<Vec<_>>().into_iter().enumerate() {
         if index % 2 == 0 {
@@ -186,4 +187,15 @@ fn what_came_before_service_was_known_is_counted_when_it_is() {
         }
     }
     rig.drain();
+}
+
+#[test]
+fn under_a_bound_in_seconds_no_more_wait_than_there_are_rows_until_a_step_is_known() {
+    for (max_queue_s, most) in [(Some(1.0), 4), (None, 100)] {
+        let mut rig = Rig::fair(config(4, 2048), |rules| rules.max_queue_s = max_queue_s);
+        let num_accepted =
+            (0..100).filter(|&seed| rig.submit(request(Class::Standard, "", seed, 20), 3).is_some()).count();
+        assert_eq!(num_accepted, most, "{max_queue_s:?}");
+        rig.drain();
+    }
 }
