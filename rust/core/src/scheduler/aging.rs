@@ -151,8 +151,8 @@ impl Scheduler {
         if self.num_shielded == 0 {
             return None;
         }
-        let shielded = self.shielded_prompts();
-        let wanted: usize = shielded.map(|row| self.num_remaining_tokens(row)).sum();
+        let most = self.config.max_chunk_tokens();
+        let wanted: usize = self.shielded_prompts().map(|row| self.num_remaining_tokens(row).min(most)).sum();
         let timely = self.chunk_limit(&Budget { owed: 0, ..*budget }, 0, budget.tokens);
         let share = ((timely as f64 * self.rules.aged_share) as usize).max(self.config.block_size);
         let num_tokens = share.min(timely).min(wanted);
@@ -166,6 +166,22 @@ impl Scheduler {
     fn shielded_prompts(&self) -> impl Iterator<Item = u32> + '_ {
         let rows = PATIENT.iter().flat_map(|&class| self.prefilling[class as usize].iter().copied());
         rows.filter(|&row| !self.rows.get(row).is_planned && self.request(self.slot_of_row(row)).is_shielded())
+    }
+
+    /// Schedules the next tokens of a row in its turn; a shielded one gets what was kept for such prompts as well.
+    pub(super) fn plan_chunk_in_turn(&mut self, row: u32, budget: &mut Budget, kept: &mut Option<Kept>) {
+        let is_for_it = PATIENT.contains(&self.order(row).class()) && self.request(self.slot_of_row(row)).is_shielded();
+        let Some(kept) = kept.as_mut().filter(|_| is_for_it) else {
+            self.plan_chunk(row, budget);
+            return;
+        };
+        budget.tokens += kept.num_tokens;
+        budget.time_ns += kept.time_ns;
+        let num_left = kept.num_tokens.saturating_sub(self.plan_chunk(row, budget));
+        // What others of them are left with.
+        *kept = Kept { num_tokens: num_left, time_ns: if num_left > 0 { kept.time_ns } else { 0.0 }, ..*kept };
+        budget.tokens -= kept.num_tokens;
+        budget.time_ns -= kept.time_ns;
     }
 
     /// Schedules shielded prompts that got nothing in their turn with what was kept for them, and with what everybody has left.

@@ -48,6 +48,9 @@ pub(super) struct Pace {
     pub(super) num_without_prefill: u32,
     /// Steps that batch decodes were owed and did not get, times `max_batch_pause_steps`.
     batch_credit: u64,
+    /// Step in which all batch decodes last ran, and by row that in which one of them did.
+    all_batch_ran: u64,
+    batch_ran: Vec<u64>,
     /// The batch decode that is served first when not all are.
     pub(super) batch_rotation: Order,
     /// Tokens that the last plan might have scheduled.
@@ -96,14 +99,35 @@ impl Pace {
         (self.batch_credit / u64::from(period)) as usize
     }
 
-    /// Batch decodes run.
-    pub(super) fn count_batch_decodes(&mut self, num_decodes: usize, period: u32) {
-        self.batch_credit = self.batch_credit.saturating_sub(num_decodes as u64 * u64::from(period));
+    /// A batch decode runs.
+    pub(super) fn count_batch_decode(&mut self, row: u32, step_id: u64, period: u32) {
+        self.batch_credit = self.batch_credit.saturating_sub(u64::from(period));
+        self.note_batch_decode(row, step_id);
+    }
+
+    /// A batch decode has run.
+    pub(super) fn note_batch_decode(&mut self, row: u32, step_id: u64) {
+        let row = row as usize;
+        if row >= self.batch_ran.len() {
+            self.batch_ran.resize(row + 1, 0);
+        }
+        self.batch_ran[row] = step_id;
     }
 
     /// All batch decodes run.
-    pub(super) fn count_all_batch_decodes(&mut self) {
+    pub(super) fn count_all_batch_decodes(&mut self, step_id: u64) {
         self.batch_credit = 0;
+        self.all_batch_ran = step_id;
+    }
+
+    /// Step in which some batch decode may have run last.
+    pub(super) fn all_batch_ran(&self) -> u64 {
+        self.all_batch_ran
+    }
+
+    /// Step in which the batch decode in a row ran last.
+    pub(super) fn batch_ran(&self, row: u32) -> u64 {
+        self.batch_ran[row as usize].max(self.all_batch_ran)
     }
 
     pub(super) fn chunk_ns(&self, start: usize, num_tokens: usize) -> f64 {

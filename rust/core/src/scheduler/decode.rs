@@ -109,6 +109,9 @@ impl Scheduler {
             _ => 0,
         };
         self.pace.add_target(request.extras().target_itl_us);
+        if lane.orders.class() == Class::Batch {
+            self.pace.note_batch_decode(row, self.step_id);
+        }
         let at = self.lanes.insert(lane);
         self.lanes.quiet_steps[at] = self.quiet_steps(at);
         let state = self.rows.get_mut(row);
@@ -157,9 +160,26 @@ impl Scheduler {
             budget.tokens -= range.len();
         }
         if range.end == num_lanes {
-            self.pace.count_all_batch_decodes();
+            self.pace.count_all_batch_decodes(self.step_id);
         }
         self.planned_lanes.add(range, num_lanes);
+    }
+
+    /// How many batch decodes, those of this range, have to run in this plan. They run by turns that are spread over the steps; when others
+    /// have ended or come back since, some would be late, and all up to the last of these are due.
+    pub(super) fn num_batch_due(&mut self, range: Range<usize>) -> usize {
+        let period = self.rules.batch_period;
+        let num_in_turn = self.pace.due_batch_decodes(range.len(), period);
+        let is_late = |ran: u64| ran + u64::from(period) < self.step_id;
+        if !is_late(self.pace.all_batch_ran()) {
+            return num_in_turn;
+        }
+        let first = Some(self.lanes.first_from(self.pace.batch_rotation)).filter(|lane| range.contains(lane));
+        let lanes = (first.unwrap_or(range.start)..range.end).chain(range.start..first.unwrap_or(range.start));
+        let is_lane_late =
+            |(_, lane): &(usize, usize)| self.lanes.row(*lane).is_some_and(|row| is_late(self.pace.batch_ran(row)));
+        let last_late = lanes.enumerate().filter(is_lane_late).last();
+        last_late.map_or(num_in_turn, |(index, _)| num_in_turn.max(index + 1))
     }
 
     /// Takes from the budget what the batch decodes that are due need.
@@ -183,7 +203,7 @@ impl Scheduler {
         let is_limited = budget.is_timed() && !is_alone;
         let limit = if is_limited { self.num_timely_decodes(range.clone(), budget) } else { usize::MAX };
         let limit = limit.max(kept.num_decodes);
-        if limit >= range.len() {
+        if limit.min(budget.tokens) >= range.len() {
             self.plan_lanes(range, budget);
             return;
         }
@@ -232,14 +252,15 @@ impl Scheduler {
                 first_left_out = first_left_out.or(Some(self.lanes.orders[lane]));
             }
         }
-        let mut num_batch = 0;
         // Only the choice of victims asks for it.
         for index in first_listed..self.planned_lanes.listed.len() {
             let lane = self.planned_lanes.listed[index] as usize;
-            self.rows.get_mut(self.lanes.rows[lane] as u32).is_planned = false;
-            num_batch += usize::from(self.lanes.orders[lane].class() == Class::Batch);
+            let row = self.lanes.rows[lane] as u32;
+            self.rows.get_mut(row).is_planned = false;
+            if self.lanes.orders[lane].class() == Class::Batch {
+                self.pace.count_batch_decode(row, self.step_id, self.rules.batch_period);
+            }
         }
-        self.pace.count_batch_decodes(num_batch, self.rules.batch_period);
         if let (true, Some(order)) = (take_turns, first_left_out) {
             rotation = order;
         }

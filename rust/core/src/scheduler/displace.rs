@@ -74,7 +74,7 @@ impl Scheduler {
         self.num_running_of[class as usize] >= self.rules.class_caps[class as usize]
     }
 
-    /// Goes on making way for the tenant for which a sequence was displaced before.
+    /// Goes on making way for the flow for which a sequence was displaced before.
     fn start_reserved(&mut self, blocked_from: usize, is_paused: bool) {
         let Some(flow) = self.reserved_flow.take() else { return };
         let class = self.flows.get(flow).class;
@@ -82,11 +82,26 @@ impl Scheduler {
             return;
         }
         let waiter = self.first_waiter(flow).filter(|&waiter| self.may_start(flow, waiter, is_paused));
-        if let Some(waiter) = waiter
-            && (self.lacks_rows(class) || self.try_admit(waiter).is_err())
-        {
-            self.displace_tenant(flow, waiter);
+        let Some(waiter) = waiter else { return };
+        if self.start_if_fits(class, waiter).is_some() {
+            return;
         }
+        self.displace_tenant(flow, waiter);
+        self.start_or_reserve(flow, waiter);
+    }
+
+    fn start_if_fits(&mut self, class: Class, waiter: Waiter) -> Option<u32> {
+        if self.lacks_rows(class) { None } else { self.try_admit(waiter).ok() }
+    }
+
+    /// Starts a waiter for which somebody was displaced. If it cannot start yet (those that run have grown meanwhile, or a block that it needs
+    /// is being filled), what was freed is kept for it.
+    fn start_or_reserve(&mut self, flow: u32, waiter: Waiter) -> Option<u32> {
+        let row = self.start_if_fits(self.flows.get(flow).class, waiter);
+        if row.is_none() {
+            self.reserved_flow = Some(flow);
+        }
+        row
     }
 
     /// Starts waiters of a class that others keep out, as far as these can be displaced and this step has tokens for them.
@@ -139,9 +154,11 @@ impl Scheduler {
     }
 
     fn start_by_displacing(&mut self, class: Class, flow: u32, waiter: Waiter) -> Option<u32> {
-        let has_displaced =
-            !self.is_capped(class) && self.displace_lower(class, waiter) || self.displace_tenant(flow, waiter);
-        if has_displaced && !self.lacks_rows(class) { self.try_admit(waiter).ok() } else { None }
+        let num_displacements = self.stats.num_displacements;
+        if self.is_capped(class) || !self.displace_lower(class, waiter) {
+            self.displace_tenant(flow, waiter);
+        }
+        if self.stats.num_displacements == num_displacements { None } else { self.start_or_reserve(flow, waiter) }
     }
 
     /// Makes room for a waiter at the cost of lower classes, if that is what it takes; returns whether it did.
@@ -223,21 +240,18 @@ impl Scheduler {
         self.stats.num_displacements += 1;
     }
 
-    /// Displaces one sequence of a tenant above its share of the class for a waiter of one below it; returns whether it did.
-    ///
-    /// If it cannot start at once, what was freed is kept for it.
-    fn displace_tenant(&mut self, flow: u32, waiter: Waiter) -> bool {
+    /// Displaces one sequence of a tenant above its share of the class for a waiter of one below it.
+    fn displace_tenant(&mut self, flow: u32, waiter: Waiter) {
         let class = self.flows.get(flow).class;
         // Whoever holds one sequence keeps it.
         if !self.flows.is_fair || self.displaced_in_step == self.step_id || self.most_held(class) <= 0.0 {
-            return false;
+            return;
         }
         self.find_hits(waiter);
         let needs = self.needs(waiter);
-        let Some(victim) = self.pick_of_tenants(flow, needs) else { return false };
-        self.displace(victim);
-        self.reserved_flow = if self.lacks_rows(class) || self.is_short(waiter) { Some(flow) } else { None };
-        true
+        if let Some(victim) = self.pick_of_tenants(flow, needs) {
+            self.displace(victim);
+        }
     }
 
     /// Who gives way first for a waiter of a flow, if it can start once all have who may, in rows if these are scarce and in blocks.

@@ -359,10 +359,13 @@ impl Scheduler {
         (self.rows.tables.ids(), self.rows.tables.max_blocks())
     }
 
-    /// The request whose sequence has this row now, to look at.
-    pub fn request_in_row(&self, row: u32) -> Option<u64> {
+    /// The request and the choice of it that have this row now, to look at.
+    pub fn choice_in_row(&self, row: u32) -> Option<(u64, u32)> {
         let sequence = self.rows.get(row).sequence;
-        (sequence != NONE).then(|| self.request(self.sequences[sequence].slot).id.as_u64())
+        (sequence != NONE).then(|| {
+            let sequence = &self.sequences[sequence];
+            (self.request(sequence.slot).id.as_u64(), sequence.order.choice())
+        })
     }
 
     /// Sampling parameters by row.

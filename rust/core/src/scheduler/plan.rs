@@ -8,6 +8,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::admit::Look;
+use super::aging::Kept;
 use super::budget::Budget;
 use super::flows::Turn;
 use super::sequence::Order;
@@ -64,7 +65,7 @@ impl Scheduler {
         let mut budget = Budget { tokens: self.config.max_num_batched_tokens, time_ns: f64::INFINITY, owed: 0 };
         self.plan_lanes(0..self.lanes.len(), &mut budget);
         self.close_prefilling_gaps();
-        self.plan_prompts(Class::Standard, &mut budget, false, is_paused);
+        self.plan_prompts(Class::Standard, &mut budget, &mut None, false, is_paused);
     }
 
     fn plan_classes(&mut self, is_paused: bool, now_ns: u64) {
@@ -74,25 +75,30 @@ impl Scheduler {
         let num_lanes = self.lanes.len();
         let num_urgent = self.num_urgent_lanes();
         let num_batch = num_lanes - num_urgent;
-        let num_batch_due = self.pace.due_batch_decodes(num_batch, self.rules.batch_period);
-        // Not even the urgent ones have had room for so long: then they take turns with the others.
-        let is_batch_due = num_batch > 0 && num_batch_due >= num_batch;
+        let num_batch_due = self.num_batch_due(num_urgent..num_lanes);
+        let is_short = num_lanes > budget.tokens;
         let is_contended =
-            budget.is_timed() || self.has_prompts(Class::Interactive) || self.has_prompts(Class::Standard);
-        let num_first = if is_batch_due || !is_contended { num_lanes } else { num_urgent };
+            is_short || budget.is_timed() || self.has_prompts(Class::Interactive) || self.has_prompts(Class::Standard);
+        let num_first = if is_contended { num_urgent } else { num_lanes };
+        let num_batch_due = num_batch_due.min(num_lanes - num_first);
+        // Not even the urgent ones have room: those that are due take turns with them.
+        let kept_before = (num_urgent + num_batch_due > budget.tokens).then(|| {
+            let num_in_turn = self.num_batch_turns(num_batch, num_lanes, budget.tokens);
+            self.keep_for_batch(num_batch_due.min(num_in_turn), &mut budget)
+        });
         self.plan_lanes(0..num_first, &mut budget);
         self.close_prefilling_gaps();
         let num_timely = self.chunk_limit(&budget, 0, budget.tokens);
         self.pace.token_budget = (self.planned_lanes.len() + num_timely) as u64;
-        let kept_for_batch = self.keep_for_batch(num_batch_due.min(num_lanes - num_first), &mut budget);
-        let kept_for_aged = self.keep_for_aged(&mut budget, now_ns);
+        let kept_for_batch = kept_before.unwrap_or_else(|| self.keep_for_batch(num_batch_due, &mut budget));
+        let mut kept_for_aged = self.keep_for_aged(&mut budget, now_ns);
         // After a preemption memory is short: whoever is admitted now would be displaced next.
         let may_admit = |this: &Self, class: Class| {
             (class as usize) < blocked_from && this.stats.num_preemptions == num_preemptions
         };
         for class in [Class::Interactive, Class::Standard] {
             let may_admit = may_admit(self, class);
-            self.plan_prompts(class, &mut budget, may_admit, is_paused);
+            self.plan_prompts(class, &mut budget, &mut kept_for_aged, may_admit, is_paused);
         }
         if num_first < num_lanes {
             self.plan_batch_lanes(num_first, &mut budget, kept_for_batch);
@@ -102,17 +108,23 @@ impl Scheduler {
         self.plan_shielded(&mut budget, kept_for_aged);
         let num_shielded_pieces = self.pieces.len() - num_pieces;
         let may_admit_batch = may_admit(self, Class::Batch);
-        self.plan_prompts(Class::Batch, &mut budget, may_admit_batch, is_paused);
+        self.plan_prompts(Class::Batch, &mut budget, &mut None, may_admit_batch, is_paused);
         if budget.is_timed() && self.planned_lanes.len() == 0 && self.pieces.is_empty() {
             // Those for whom the time was kept have lost their blocks: a step without anything helps nobody.
             budget.time_ns = f64::INFINITY;
             for class in Class::ALL {
                 let may_admit = may_admit(self, class);
-                self.plan_prompts(class, &mut budget, may_admit, is_paused);
+                self.plan_prompts(class, &mut budget, &mut None, may_admit, is_paused);
             }
         }
         self.end_admission();
         self.note_left_out(self.pieces.len() > num_shielded_pieces);
+    }
+
+    /// Tokens of this step that belong to batch decodes if all lanes take turns: their part, as evenly as whole tokens can be.
+    fn num_batch_turns(&self, num_batch: usize, num_lanes: usize, num_tokens: usize) -> usize {
+        let up_to = |step_id: u64| step_id * (num_tokens * num_batch) as u64 / num_lanes as u64;
+        (up_to(self.step_id + 1) - up_to(self.step_id)) as usize
     }
 
     /// Lanes of the classes whose decodes advance in every step.
@@ -134,7 +146,14 @@ impl Scheduler {
     }
 
     /// Schedules prompts (or recomputed tokens) of a class that are under way, and admits newcomers, while the budget lasts.
-    pub(super) fn plan_prompts(&mut self, class: Class, budget: &mut Budget, may_admit: bool, is_paused: bool) {
+    pub(super) fn plan_prompts(
+        &mut self,
+        class: Class,
+        budget: &mut Budget,
+        kept: &mut Option<Kept>,
+        may_admit: bool,
+        is_paused: bool,
+    ) {
         let mut line = self.line_of(class);
         let mut parked = std::mem::take(&mut self.parked);
         loop {
@@ -149,7 +168,7 @@ impl Scheduler {
                     if flow_turn.is_none_or(|other| turn <= other || !self.flows.is_fair) =>
                 {
                     line.advance();
-                    self.plan_chunk(row, budget);
+                    self.plan_chunk_in_turn(row, budget, kept);
                 }
                 (_, Some(turn)) => match self.admit_next(turn.flow, budget, is_paused) {
                     Look::Admitted | Look::Passed => {}

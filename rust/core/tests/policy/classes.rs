@@ -71,7 +71,7 @@ fn prompts_of_higher_classes_come_before_batch_decodes() {
         assert!(!is_prefilling || rig.scheduled(standard) == 1, "a standard decode advances in every step");
     }
     assert!(num_steps > 45 && (1..=3).contains(&num_batch), "{num_batch} of {num_steps}: it pauses, but not for ever");
-    assert!((20..32).contains(&rig.longest_batch_pause), "{}", rig.longest_batch_pause);
+    assert!((20..32).contains(&rig.checks.longest_batch_pause), "{}", rig.checks.longest_batch_pause);
     rig.drain();
 }
 

@@ -1,7 +1,7 @@
 //! The door of a running engine: what is let in and refused.
 
 use cbrs_core::policy::Class;
-use cbrs_core::{Error, RequestId, RequestSpec, SchedulerConfig};
+use cbrs_core::{Error, RequestSpec, SchedulerConfig};
 
 use crate::rig::{Rig, config, request};
 
@@ -123,7 +123,7 @@ fn predicted_after_short_outputs(by_stop_string: bool) -> f64 {
             rig.step();
         }
         if by_stop_string {
-            rig.submitter().finish(RequestId::from_u64(id), 0, 20, None);
+            rig.finish((id, 0));
             rig.step();
         }
         assert!(rig.requests[&id].end.is_some());

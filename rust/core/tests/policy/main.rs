@@ -2,7 +2,8 @@
 //!
 //! | module | what it checks |
 //! | --- | --- |
-//! | `rig` | a scripted model, a clock, and what must hold after every step whatever the policy |
+//! | `rig` | a scripted model, a clock |
+//! | `checks` | what must hold after every step whatever the policy |
 //! | `classes` | who is served and displaced by class; pauses of batch work |
 //! | `aging` | who has waited long |
 //! | `tenants` | shares, displacement, caps |
@@ -17,6 +18,7 @@
 mod rng;
 
 mod aging;
+mod checks;
 mod classes;
 mod deadlines;
 mod door;

@@ -1,10 +1,12 @@
-//! A scheduler with a scripted model and a clock, and what must hold after every step.
+//! A scheduler with a scripted model and a clock. After every step it is checked (`checks.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use cbrs_core::policy::{Class, PolicyConfig};
-use cbrs_core::{FinishReason, RequestId, RequestSpec, Scheduler, SchedulerConfig, StepResult, Submitter};
+use cbrs_core::policy::{Class, Fairness, Order, PolicyConfig};
+use cbrs_core::{FinishReason, RequestId, RequestSpec, Scheduler, SchedulerConfig, Stats, StepResult, Submitter};
+
+use crate::checks::Checks;
 
 /// Ends an output.
 pub(crate) const EOS: i32 = 1;
@@ -22,25 +24,98 @@ pub(crate) const GPU: Profile = Profile { a: 5_000_000, b: 30_000, c: 40 };
 /// A CPU with one.
 pub(crate) const CPU: Profile = Profile { a: 6_000_000, b: 250_000, c: 500 };
 
+/// A request and one of its choices.
+pub(crate) type ChoiceId = (u64, usize);
+
+/// What is known of a choice.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Choice {
+    pub(crate) num_tokens: usize,
+    pub(crate) has_ended: bool,
+    /// It was ended as if by a stop string.
+    pub(crate) is_finished: bool,
+    pub(crate) row: Option<i32>,
+    /// It has lost its row, and waits for another.
+    pub(crate) was_preempted: bool,
+    /// It has sampled since it got its row.
+    pub(crate) is_decoding: bool,
+    /// Step in which it last ran, or got its row.
+    pub(crate) last_run_step: u64,
+    /// Decodes that had begun by then, in the whole engine.
+    pub(crate) num_decodes_then: u64,
+    /// Tokens that are computed, as far as it is known: since it got its row it has run.
+    pub(crate) num_computed: Option<usize>,
+}
+
 /// What is known of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Known {
     pub(crate) class: Class,
     pub(crate) tenant: Option<Arc<str>>,
     pub(crate) num_prompt_tokens: usize,
+    /// Of choice 0.
     pub(crate) num_outputs: usize,
-    pub(crate) has_deadline: bool,
-    pub(crate) arrival: u64,
+    /// Its place in the line of its flow: deadline, if that counts, then arrival.
+    pub(crate) place: (u64, u64),
+    pub(crate) has_target: bool,
     /// Step in which its first tokens were scheduled.
     pub(crate) first_step: Option<u64>,
+    /// It has had a row.
+    pub(crate) is_started: bool,
+    /// Tokens of choice 0, and their times.
     pub(crate) tokens: Vec<i32>,
-    pub(crate) end: Option<(FinishReason, Option<Arc<str>>)>,
-    pub(crate) num_overtakes: u32,
-    /// Times of its tokens.
     pub(crate) times_ns: Vec<u64>,
-    row: Option<i32>,
-    was_preempted: bool,
-    last_run_step: u64,
+    pub(crate) choices: Vec<Choice>,
+    /// End of its last choice.
+    pub(crate) end: Option<(FinishReason, Option<Arc<str>>)>,
+    pub(crate) num_preemptions: u32,
+    /// Later ones of its flow that started before it, by step.
+    pub(crate) overtakes: Vec<u32>,
+    /// Since when it waits for a row.
+    pub(crate) wait: Option<Wait>,
+    /// When it last got a row or a chunk, or lost a row.
+    pub(crate) touched_ns: u64,
+    /// It was seen to get nothing for so long that it has to be shielded.
+    pub(crate) is_shielded: bool,
+    /// It may have started because it was aged.
+    pub(crate) may_be_shielded: bool,
+}
+
+/// A wait of a request with one choice.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wait {
+    /// Its place among all waits.
+    pub(crate) place: u64,
+    pub(crate) since_ns: u64,
+    /// Starts, of all since the beginning, by which it has to have ended; known when it is aged.
+    pub(crate) max_starts: Option<u64>,
+}
+
+impl Choice {
+    /// Known tokens that are not computed, as far as it is known.
+    pub(crate) fn num_remaining(&self, request: &Known) -> Option<usize> {
+        Some(request.num_prompt_tokens + self.num_tokens - self.num_computed?)
+    }
+}
+
+impl Known {
+    /// Output tokens of a choice.
+    pub(crate) fn num_outputs_of(&self, choice: usize) -> usize {
+        1 + (self.num_outputs - 1 + 7 * choice) % self.num_outputs
+    }
+}
+
+/// What a plan has changed.
+#[derive(Debug, Default)]
+pub(crate) struct Changes {
+    pub(crate) running_before: BTreeSet<ChoiceId>,
+    pub(crate) stats_before: Stats,
+    pub(crate) preempted: Vec<ChoiceId>,
+    pub(crate) started: Vec<ChoiceId>,
+    /// Those of them that were preempted before.
+    pub(crate) resumed: BTreeSet<ChoiceId>,
+    /// Rows that were given, also to those who lost them again at once.
+    pub(crate) num_starts: u64,
 }
 
 pub(crate) struct Rig {
@@ -48,17 +123,18 @@ pub(crate) struct Rig {
     submitter: Submitter,
     pub(crate) now_ns: u64,
     pub(crate) profile: Profile,
+    pub(crate) rules: PolicyConfig,
     pub(crate) requests: BTreeMap<u64, Known>,
     num_submitted: u64,
-    by_row: BTreeMap<i32, u64>,
+    pub(crate) num_waits: u64,
+    by_row: BTreeMap<i32, ChoiceId>,
     pub(crate) step_id: u64,
-    budget: usize,
     pub(crate) is_paused: bool,
-    max_batch_pause_steps: u64,
-    aging_ns: u64,
-    pub(crate) longest_batch_pause: u64,
-    /// The last batch: request and query tokens.
-    pub(crate) batch: Vec<(u64, usize)>,
+    pub(crate) num_decodes_begun: u64,
+    pub(crate) num_starts: u64,
+    /// The last batch: choices and query tokens.
+    pub(crate) batch: Vec<(ChoiceId, usize)>,
+    pub(crate) checks: Checks,
 }
 
 impl Rig {
@@ -68,18 +144,19 @@ impl Rig {
         let scheduler = Scheduler::new(config).expect("the configuration is valid");
         Self {
             submitter: scheduler.submitter(),
-            budget: scheduler.config().max_num_batched_tokens,
+            checks: Checks::default(),
             scheduler,
             now_ns: 1,
             profile: GPU,
+            rules,
             requests: BTreeMap::new(),
             num_submitted: 0,
+            num_waits: 0,
             by_row: BTreeMap::new(),
             step_id: 0,
             is_paused: false,
-            max_batch_pause_steps: u64::from(rules.max_batch_pause_steps),
-            aging_ns: (rules.aging_s * 1e9) as u64,
-            longest_batch_pause: 0,
+            num_decodes_begun: 0,
+            num_starts: 0,
             batch: Vec::new(),
         }
     }
@@ -91,32 +168,60 @@ impl Rig {
         Self::new(SchedulerConfig { rules: Some(rules), ..config })
     }
 
-    /// Submits a request that ends itself after `num_outputs` tokens.
+    /// Submits a request whose first choice ends itself after `num_outputs` tokens.
     pub(crate) fn submit(&mut self, spec: RequestSpec, num_outputs: usize) -> Option<u64> {
+        let arrival = self.num_submitted;
+        let class = spec.priority.unwrap_or_default();
+        let tenant = self.rules.tenant(spec.tenant.as_deref());
+        let of_class = &self.rules.classes[class as usize];
+        let targets = [spec.target_itl_ms, tenant.target_itl_ms, of_class.target_itl_ms, self.rules.target_itl_ms];
+        let deadline = [spec.ttft_deadline_ms, spec.deadline_ms].into_iter().flatten().map(ns_of_ms).min();
+        let deadline = deadline.filter(|_| self.rules.order == Order::Edf);
+        let wait = Wait { place: self.num_waits, since_ns: self.now_ns, max_starts: None };
         let known = Known {
-            class: spec.priority.unwrap_or_default(),
+            class,
             tenant: spec.tenant.clone(),
             num_prompt_tokens: spec.prompt_token_ids.len(),
             num_outputs,
-            has_deadline: spec.ttft_deadline_ms.is_some() || spec.deadline_ms.is_some(),
-            arrival: self.num_submitted,
+            place: (deadline.map_or(u64::MAX, |ns| self.now_ns + ns), arrival),
+            has_target: targets.iter().any(Option::is_some),
             first_step: None,
+            is_started: false,
             tokens: Vec::new(),
-            end: None,
-            num_overtakes: 0,
             times_ns: Vec::new(),
-            row: None,
-            was_preempted: false,
-            last_run_step: 0,
+            choices: vec![Choice::default(); spec.n as usize],
+            end: None,
+            num_preemptions: 0,
+            overtakes: Vec::new(),
+            wait: (spec.n == 1).then_some(wait),
+            touched_ns: self.now_ns,
+            is_shielded: false,
+            may_be_shielded: false,
         };
-        self.num_submitted += 1;
         let id = self.submitter.submit_at(spec, self.now_ns).ok()?.as_u64();
+        self.num_submitted += 1;
+        self.num_waits += 1;
         self.requests.insert(id, known);
         Some(id)
     }
 
     pub(crate) fn cancel(&self, id: u64) {
         self.submitter.cancel(RequestId::from_u64(id));
+    }
+
+    /// Ends a choice as if a stop string had been found after its last token.
+    pub(crate) fn finish(&mut self, (id, choice): ChoiceId) {
+        let state = &mut self.requests.get_mut(&id).expect("it was submitted").choices[choice];
+        state.is_finished = true;
+        self.submitter.finish(RequestId::from_u64(id), choice as i32, state.num_tokens as u32, None);
+    }
+
+    /// The step in flight fails.
+    pub(crate) fn fail(&mut self) {
+        if self.scheduler.is_in_flight() {
+            self.scheduler.fail(self.scheduler.batch().step_id, "the device is gone").expect("it is in flight");
+            self.scheduler.check_invariants();
+        }
     }
 
     pub(crate) fn set_paused(&mut self, is_paused: bool) {
@@ -128,142 +233,132 @@ impl Rig {
         &self.submitter
     }
 
-    /// Token number `position` of a request.
-    fn token(id: u64, position: usize, num_outputs: usize) -> i32 {
-        if position + 1 >= num_outputs { EOS } else { 2 + ((id ^ (position as u64 * 7)) % 5) as i32 }
+    /// Token number `position` of a choice.
+    fn token((id, choice): ChoiceId, position: usize, num_outputs: usize) -> i32 {
+        if position + 1 >= num_outputs {
+            return EOS;
+        }
+        2 + ((id ^ (position as u64 * 7) ^ (choice as u64 * 3)) % 5) as i32
     }
 
     /// Runs the batch in flight and makes the next one; the time passes that it takes.
     pub(crate) fn step(&mut self) {
-        let batch = self.scheduler.batch();
-        let mut tokens = Vec::new();
-        for (index, &row) in batch.sample_rows.iter().enumerate() {
-            let id = self.by_row[&row];
-            let num_outputs = self.requests[&id].num_outputs;
-            tokens.push(Self::token(id, batch.sample_positions[index] as usize, num_outputs));
-        }
-        let has_batch = batch.num_seqs() > 0 && self.scheduler.is_in_flight();
-        let kv: u64 = batch.seq_lens.iter().map(|&len| len as u64).sum();
+        self.step_with_errors(|| false);
+    }
+
+    /// The same, with samples that cannot be drawn.
+    pub(crate) fn step_with_errors(&mut self, mut is_error: impl FnMut() -> bool) {
+        let (mut tokens, mut errors) = (Vec::new(), Vec::new());
+        let has_batch = self.scheduler.is_in_flight();
         if has_batch {
+            let batch = self.scheduler.batch();
+            for (index, &row) in batch.sample_rows.iter().enumerate() {
+                let id = self.by_row[&row];
+                let num_outputs = self.requests[&id.0].num_outputs_of(id.1);
+                tokens.push(Self::token(id, batch.sample_positions[index] as usize, num_outputs));
+                errors.push(u8::from(is_error()));
+            }
+            let kv: u64 = batch.seq_lens.iter().map(|&len| len as u64).sum();
             self.now_ns += self.profile.a + self.profile.b * batch.num_tokens() as u64 + self.profile.c * kv;
         }
-        let result = StepResult { token_ids: &tokens, ..StepResult::default() };
+        let row_error = errors.contains(&1).then_some(&errors[..]);
+        let result = StepResult { token_ids: &tokens, row_error, ..StepResult::default() };
+        let stats_before = self.submitter.stats();
         self.scheduler.step(has_batch.then_some(&result), self.now_ns).expect("the result fits the batch");
         self.step_id += 1;
         self.scheduler.check_invariants();
-        let running_before: BTreeSet<u64> = self.by_row.values().copied().collect();
         self.read_output();
+        let mut changes =
+            Changes { running_before: self.by_row.values().copied().collect(), stats_before, ..Changes::default() };
+        self.read_rows(&mut changes);
         self.read_batch();
-        self.check_plan(&running_before);
+        self.check_plan(&changes);
     }
 
     fn read_output(&mut self) {
         let output = self.scheduler.output();
         for (index, &id) in output.request_ids.iter().enumerate() {
             let known = self.requests.get_mut(&id).expect("nobody else was submitted");
-            assert!(known.end.is_none(), "something is told of {id} after its end");
+            let at = output.choice_ids[index] as usize;
+            let num_outputs = known.num_outputs_of(at);
+            let choice = &mut known.choices[at];
+            assert!(!choice.has_ended, "something is told of {id} after its end");
             let token = output.token_ids[index];
             if token >= 0 {
-                assert_eq!(token, Self::token(id, known.tokens.len(), known.num_outputs), "{id} got another token");
-                known.tokens.push(token);
-                known.times_ns.push(self.now_ns);
+                assert_eq!(token, Self::token((id, at), choice.num_tokens, num_outputs), "{id} got another token");
+                choice.num_tokens += 1;
+                if !choice.is_decoding {
+                    choice.is_decoding = true;
+                    self.num_decodes_begun += 1;
+                }
+                if at == 0 {
+                    known.tokens.push(token);
+                    known.times_ns.push(self.now_ns);
+                }
             }
             if let Some(reason) = FinishReason::from_code(output.finish_reasons[index]) {
-                let detail = output.detail(index).cloned();
-                known.end = Some((reason, detail));
-                if let Some(row) = known.row.take() {
+                (choice.has_ended, choice.was_preempted, choice.is_decoding) = (true, false, false);
+                if let Some(row) = choice.row.take() {
                     self.by_row.remove(&row);
                 }
-                known.was_preempted = false;
+                let is_told = choice.is_finished || reason != FinishReason::Stop || choice.num_tokens == num_outputs;
+                assert!(is_told, "choice {at} of {id} has {} tokens", choice.num_tokens);
+                known.touched_ns = self.now_ns;
+                if known.choices.iter().all(|choice| choice.has_ended) {
+                    (known.end, known.wait) = (Some((reason, output.detail(index).cloned())), None);
+                }
             }
+        }
+    }
+
+    fn read_rows(&mut self, changes: &mut Changes) {
+        let batch = self.scheduler.batch();
+        // Rows that were freed and not by an end: preempted.
+        for &row in &batch.freed_rows {
+            let Some((id, at)) = self.by_row.remove(&row) else { continue };
+            changes.preempted.push((id, at));
+            let known = self.requests.get_mut(&id).expect("a row had a request");
+            let choice = &mut known.choices[at];
+            (choice.row, choice.was_preempted, choice.is_decoding) = (None, true, false);
+            known.num_preemptions += 1;
+            known.touched_ns = self.now_ns;
+            if known.choices.len() == 1 {
+                known.wait = Some(Wait { place: self.num_waits, since_ns: self.now_ns, max_starts: None });
+                self.num_waits += 1;
+            }
+        }
+        for &id in &self.scheduler.output().started_request_ids {
+            self.requests.get_mut(&id).expect("nobody else was submitted").is_started = true;
+        }
+        changes.num_starts = batch.new_rows.len() as u64;
+        self.num_starts += changes.num_starts;
+        for &row in &batch.new_rows {
+            // A row that was given and taken again in one plan may have nobody.
+            let Some((id, at)) = self.scheduler.choice_in_row(row as u32) else { continue };
+            let known = self.requests.get_mut(&id).expect("nobody else was submitted");
+            let choice = &mut known.choices[at as usize];
+            if choice.was_preempted {
+                changes.resumed.insert((id, at as usize));
+            }
+            (choice.row, choice.was_preempted, choice.num_computed) = (Some(row), false, None);
+            (choice.last_run_step, choice.num_decodes_then) = (self.step_id, self.num_decodes_begun);
+            (known.wait, known.touched_ns) = (None, self.now_ns);
+            self.by_row.insert(row, (id, at as usize));
+            changes.started.push((id, at as usize));
         }
     }
 
     fn read_batch(&mut self) {
         let batch = self.scheduler.batch();
-        // Rows that were freed and not by an end: preempted.
-        for &row in &batch.freed_rows {
-            if let Some(id) = self.by_row.remove(&row) {
-                let known = self.requests.get_mut(&id).expect("a row had a request");
-                (known.row, known.was_preempted) = (None, true);
-            }
-        }
-        let of_batch: BTreeMap<i32, u64> =
-            batch.row_ids.iter().copied().zip(batch.request_ids.iter().copied()).collect();
-        for &row in &batch.new_rows {
-            // A row that was given and taken again in one plan has nobody in the batch.
-            let Some(id) = of_batch.get(&row).copied().or_else(|| self.scheduler.request_in_row(row as u32)) else {
-                continue;
-            };
-            let known = self.requests.get_mut(&id).expect("nobody else was submitted");
-            (known.row, known.was_preempted) = (Some(row), false);
-            known.last_run_step = self.step_id - 1;
-            self.by_row.insert(row, id);
-        }
         self.batch.clear();
         for (index, &id) in batch.request_ids.iter().enumerate() {
-            let len = batch.query_start[index + 1] - batch.query_start[index];
-            self.batch.push((id, len as usize));
+            let len = (batch.query_start[index + 1] - batch.query_start[index]) as usize;
+            let at = batch.choice_ids[index] as usize;
+            self.batch.push(((id, at), len));
             let known = self.requests.get_mut(&id).expect("nobody else was submitted");
-            assert_eq!(known.row, Some(batch.row_ids[index]), "{id} runs in a row that was not given to it");
+            let choice = &known.choices[at];
+            assert_eq!(choice.row, Some(batch.row_ids[index]), "{id} runs in a row that was not given to it");
             known.first_step.get_or_insert(self.step_id);
-            let pause = self.step_id - known.last_run_step - 1;
-            if known.class == Class::Batch && known.tokens.len() > 1 {
-                self.longest_batch_pause = self.longest_batch_pause.max(pause);
-            }
-            known.last_run_step = self.step_id;
-        }
-    }
-
-    /// What holds of every plan.
-    fn check_plan(&mut self, running_before: &BTreeSet<u64>) {
-        let output = self.scheduler.output();
-        let in_batch: BTreeSet<u64> = self.batch.iter().map(|&(id, _)| id).collect();
-        // d: whoever got a token and goes on is served again at once, or was preempted.
-        let is_urgent = |id: &u64| self.requests[id].class != Class::Batch;
-        let num_lanes = output.request_ids.iter().filter(|&&id| self.requests[&id].end.is_none()).count();
-        // Memory comes first: a decode without a block waits for those that are in the plan already.
-        if num_lanes <= self.budget && self.scheduler.pool().num_available() > 0 {
-            for id in output.request_ids.iter().filter(|id| is_urgent(id) && self.requests[id].end.is_none()) {
-                // Preempted, and perhaps admitted again at once.
-                let row = self.requests[id].row;
-                let is_new = row.is_none_or(|row| self.scheduler.batch().new_rows.contains(&row));
-                assert!(in_batch.contains(id) || is_new, "decode {id} does not advance");
-            }
-        }
-        // A preempted request is never overtaken within its class and tenant.
-        let started: Vec<u64> = output.started_request_ids.clone();
-        for id in &started {
-            let new = &self.requests[id];
-            let is_same = |other: &Known| other.class == new.class && other.tenant == new.tenant;
-            for (other, known) in &self.requests {
-                let waited = known.was_preempted && !running_before.contains(other);
-                assert!(!(waited && is_same(known)), "{id} starts before {other}, which was preempted");
-            }
-        }
-        self.count_overtakes(&started);
-        // Progress: whoever lives makes for a plan with something in it.
-        let lives = self.requests.values().any(|known| known.end.is_none());
-        let may_start =
-            !self.is_paused || self.requests.values().any(|known| known.end.is_none() && known.first_step.is_some());
-        let is_stuck = lives && may_start && self.batch.is_empty();
-        assert!(!is_stuck, "nothing is planned though somebody waits: {:?}", self.scheduler);
-        assert!(self.longest_batch_pause <= self.max_batch_pause_steps, "a batch decode pauses too long");
-    }
-
-    /// K: later ones of its class and tenant that start before a request.
-    fn count_overtakes(&mut self, started: &[u64]) {
-        for id in started {
-            let new = self.requests[id].clone();
-            let is_passed = |known: &Known| {
-                let is_same = known.class == new.class && known.tenant == new.tenant;
-                let waits = known.end.is_none() && known.first_step.is_none() && known.row.is_none();
-                is_same && waits && known.arrival < new.arrival && !new.has_deadline && !known.has_deadline
-            };
-            for known in self.requests.values_mut().filter(|known| is_passed(known)) {
-                known.num_overtakes += 1;
-                assert!(known.num_overtakes <= 16, "a request was overtaken {} times", known.num_overtakes);
-            }
         }
     }
 
@@ -277,25 +372,29 @@ impl Rig {
             assert!(num_steps < 200_000, "somebody never ends");
         }
         self.scheduler.check_drained();
-        for (id, known) in &self.requests {
-            if let Some((FinishReason::Stop, _)) = known.end {
-                assert_eq!(known.tokens.len(), known.num_outputs, "{id} has another length");
-            }
-        }
     }
 
     /// Query tokens of a request in the last batch.
     pub(crate) fn scheduled(&self, id: u64) -> usize {
-        self.batch.iter().find(|&&(other, _)| other == id).map_or(0, |&(_, len)| len)
+        self.batch.iter().filter(|&&((other, _), _)| other == id).map(|&(_, len)| len).sum()
     }
 
     pub(crate) fn is_running(&self, id: u64) -> bool {
-        self.requests[&id].row.is_some()
+        self.requests[&id].choices.iter().any(|choice| choice.row.is_some())
     }
 
     pub(crate) fn aging_ns(&self) -> u64 {
-        self.aging_ns
+        (self.rules.aging_s * 1e9) as u64
     }
+
+    /// Whether two requests stand in one line.
+    pub(crate) fn is_same_flow(&self, a: &Known, b: &Known) -> bool {
+        a.class == b.class && (self.rules.fairness == Fairness::Off || a.tenant == b.tenant)
+    }
+}
+
+fn ns_of_ms(ms: f64) -> u64 {
+    (ms * 1e6) as u64
 }
 
 /// A prompt that shares nothing with others.
