@@ -60,7 +60,7 @@ impl Scheduler {
         } else if is_running {
             ("still ran", "a later deadline or a lower max_tokens")
         } else {
-            ("waited again, to go on,", "a later deadline or a higher priority")
+            ("waited again to go on", "a later deadline or a higher priority")
         }
     }
 

@@ -100,7 +100,7 @@ fn a_missed_deadline_says_what_the_request_did_and_what_would_help() {
     rig.drain();
     let detail = |id: u64| rig.requests[&id].end.clone().and_then(|(_, detail)| detail).expect("it is told why");
     for (id, state, advice) in [
-        (displaced, "the request waited again, to go on;", "give a later deadline or a higher priority"),
+        (displaced, "the request waited again to go on;", "give a later deadline or a higher priority"),
         (running, "the request still ran;", "give a later deadline or a lower max_tokens"),
         (waiting, "the request still waited after 1", "or send it when less waits"),
     ] {
