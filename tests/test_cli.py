@@ -17,7 +17,7 @@ from cbrs.cli import main
 from cbrs.logprobs import Logprob
 from cbrs.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
-COMMANDS = ["generate", "chat", "bench", "pull", "info", "demo"]
+COMMANDS = ["generate", "chat", "serve", "bench", "pull", "info", "demo"]
 
 
 def run_cli(*arguments, stdin=None, timeout_s=120, cwd=None, env=None):

@@ -1,0 +1,41 @@
+//! From bytes to a body, with the name of the field at fault.
+
+use serde::de::DeserializeOwned;
+use serde_json::error::Category;
+
+use crate::error::ApiError;
+
+/// Reads a body.
+///
+/// # Errors
+/// 400: what is wrong, and in which field.
+pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    serde_json::from_slice(bytes).map_err(|error| explain::<T>(bytes, &error))
+}
+
+/// Reads once more what cannot be read, keeping track of the path.
+fn explain<T: DeserializeOwned>(bytes: &[u8], error: &serde_json::Error) -> ApiError {
+    let message = error.to_string();
+    if error.classify() != Category::Data {
+        return ApiError::bad_request(format!("the body is not JSON: {message}"));
+    }
+    if let Some(field) = named(&message) {
+        return ApiError::invalid(field, message);
+    }
+    let mut reader = serde_json::Deserializer::from_slice(bytes);
+    match serde_path_to_error::deserialize::<_, T>(&mut reader) {
+        Err(error) if error.path().iter().next().is_some() => {
+            let path = error.path().to_string();
+            let message = format!("{path}: {}", error.into_inner());
+            ApiError::invalid(path, message)
+        }
+        _ => ApiError::bad_request(message),
+    }
+}
+
+/// The field that serde names in its message.
+fn named(message: &str) -> Option<String> {
+    let kinds = ["unknown field `", "missing field `", "duplicate field `"];
+    let rest = kinds.iter().find_map(|kind| message.strip_prefix(kind))?;
+    rest.split_once('`').map(|(field, _)| field.to_owned())
+}
