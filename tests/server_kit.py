@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 
@@ -18,8 +18,17 @@ MESSAGES = [{"role": "user", "content": "What does the fox do?"}]
 class Client:
     """Asks one server, and holds what it says to what all answers have in common."""
 
+    open: ClassVar[list["Client"]] = []
+
     def __init__(self, url: str) -> None:
         self.http = httpx2.Client(base_url=url, timeout=TIMEOUT_S)
+        self.open.append(self)
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Closes the connections of all clients there are."""
+        while cls.open:
+            cls.open.pop().http.close()
 
     def post(self, path: str, body: Any, **headers: str) -> httpx2.Response:
         return self.http.post(path, json=body, headers=headers)

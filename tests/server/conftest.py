@@ -8,6 +8,12 @@ from server_kit import Client, serving
 from cbrs import AsyncLLM
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _close_clients() -> Iterator[None]:
+    yield
+    Client.close_all()
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[AsyncLLM, Client]]:
     with serving() as (llm, server):

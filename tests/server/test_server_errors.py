@@ -69,7 +69,7 @@ def test_an_unknown_model_is_not_found(client: Client, stream: bool) -> None:
         ({"prompt": None}, "prompt"),
         ({"prompt": [0, -1]}, "prompt"),
         ({"prompt": [2**31]}, "prompt"),
-        ({"prompt": [2**63]}, "prompt"),
+        ({"prompt": [2**63]}, "prompt[0]"),
         ({"stream_options": {}}, "stream_options"),
         ({"internal_flag": True}, "internal_flag"),
     ],

@@ -131,7 +131,13 @@ impl Scheduler {
         let submitter = core.submitter();
         let memory = Bound::new(py, Memory::new(core))?;
         let views = Views::new(&memory);
-        Ok(Self { memory: memory.unbind(), stepping: Mutex::new(StepState::new(views)), submitter, config, clock: Arc::new(clock) })
+        Ok(Self {
+            memory: memory.unbind(),
+            stepping: Mutex::new(StepState::new(views)),
+            submitter,
+            config,
+            clock: Arc::new(clock),
+        })
     }
 
     /// The effective configuration.

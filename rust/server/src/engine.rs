@@ -65,7 +65,9 @@ impl EngineHandle {
 }
 
 /// Does work on a thread of the pool, where it delays no connection.
-pub(crate) async fn apart<T: Send + 'static>(work: impl FnOnce() -> Result<T, ApiError> + Send + 'static) -> Result<T, ApiError> {
+pub(crate) async fn apart<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
     let done = tokio::task::spawn_blocking(work).await;
     done.unwrap_or_else(|_| Err(ApiError::failed("the prompt could not be prepared")))
 }

@@ -118,8 +118,7 @@ impl ApiError {
 
     /// Appends `{"error": …}`.
     pub(crate) fn write_json(&self, out: &mut Vec<u8>) {
-        let error =
-            Object { message: &self.message, r#type: self.kind, param: self.param.as_deref(), code: self.code };
+        let error = Object { message: &self.message, r#type: self.kind, param: self.param.as_deref(), code: self.code };
         serde_json::to_writer(out, &Envelope { error }).expect("an object of strings, written to memory");
     }
 
@@ -149,9 +148,7 @@ impl From<Error> for ApiError {
             | Error::UnusableParameter { name, .. }
             | Error::UnknownName { what: name, .. }
             | Error::InvalidNumber { name, .. } => Self::invalid(name, message).renamed("prompt_token_ids", "prompt"),
-            Error::Unsupported { name } => {
-                Self { code: Some("unsupported_parameter"), ..Self::invalid(name, message) }
-            }
+            Error::Unsupported { name } => Self { code: Some("unsupported_parameter"), ..Self::invalid(name, message) },
             Error::ChatTemplate { .. } => Self::invalid("messages", message),
             Error::QueueFull { .. }
             | Error::QueuedTokensFull { .. }

@@ -14,6 +14,8 @@ use crate::config::ServerConfig;
 use crate::connection;
 use crate::engine::EngineHandle;
 
+/// How long streams may take to tell that they were cancelled.
+const LAST_EVENTS_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long work on the pool may hold up the end.
 const POOL_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -75,12 +77,15 @@ impl Server {
         self.app.cancel_all();
     }
 
-    /// Ends the server: closes its socket and all connections and joins its threads. A second call does nothing.
+    /// Ends the server: cancels what is under way, closes its socket and all connections and joins its threads. A second call does
+    /// nothing.
     pub fn close(&self) {
-        self.app.lifecycle.drain();
-        self.stop.notify_one();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
+            self.drain();
+            self.cancel_all();
+            self.wait_idle(LAST_EVENTS_TIMEOUT);
+            self.stop.notify_one();
             // A panic was reported where it happened.
             let _ = thread.join();
         }

@@ -52,12 +52,7 @@ fn named(answer: Result<Response, ApiError>, name: HeaderValue) -> Response {
     response
 }
 
-async fn complete(
-    app: Arc<App>,
-    request: Request,
-    id: String,
-    name: Option<String>,
-) -> Result<Response, ApiError> {
+async fn complete(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
     let body: CompletionBody = read(&app, request).await?;
     let mut completion = body.check(limits)?;
@@ -100,7 +95,10 @@ async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>)
     let size = num_bytes(&chat.messages);
     let request = ChatRequest::from_messages(&chat.messages, true);
     let renamed = |error: ApiError| {
-        error.renamed("prompt", "messages").renamed("logprobs", "top_logprobs").renamed("max_tokens", chat.max_tokens_name)
+        error
+            .renamed("prompt", "messages")
+            .renamed("logprobs", "top_logprobs")
+            .renamed("max_tokens", chat.max_tokens_name)
     };
     let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
     let outline = outline(&app, &id, common, 1, chat.logprobs);
@@ -109,11 +107,7 @@ async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>)
 }
 
 /// Streams an answer, or collects it.
-async fn answer(
-    ticket: crate::stream::Ticket,
-    answer: impl Answer,
-    common: &Common,
-) -> Result<Response, ApiError> {
+async fn answer(ticket: crate::stream::Ticket, answer: impl Answer, common: &Common) -> Result<Response, ApiError> {
     if common.stream {
         return Ok(event_stream(ticket, answer, common.has_usage()));
     }

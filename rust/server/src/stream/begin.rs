@@ -36,7 +36,7 @@ pub(crate) fn begin(app: &Arc<App>, submission: Submission) -> Result<Ticket, Ap
         let spec = RequestSpec { prompt_token_ids: prompt, ..rest };
         let submitted = app.engine.processor.submit(spec, &text, app.router.recipient(index), now_ns);
         let request = submitted.map_err(|error| at_prompt(error.into(), number, last))?;
-        ticket.submitted().add(request);
+        ticket.submitted().add(request, &app.engine.submitter);
     }
     Ok(ticket)
 }

@@ -34,8 +34,7 @@ struct EventStream<A> {
 /// A response whose body is the events of a request.
 pub(crate) fn event_stream<A: Answer>(ticket: Ticket, answer: A, has_usage: bool) -> Response {
     let usage = Usage::default();
-    let stream =
-        EventStream { ticket: Some(ticket), answer, usage, has_usage, updates: Vec::new(), last_len: 256 };
+    let stream = EventStream { ticket: Some(ticket), answer, usage, has_usage, updates: Vec::new(), last_len: 256 };
     let mut response = Response::new(Body::new(stream));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -81,10 +80,7 @@ impl<A: Answer> http_body::Body for EventStream<A> {
     type Data = Bytes;
     type Error = Infallible;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let this = &mut *self;
         let Some(mut ticket) = this.ticket.take() else { return Poll::Ready(None) };
         if ticket.poll_take(cx, &mut this.updates).is_pending() {

@@ -37,14 +37,20 @@ impl Submitted {
         std::iter::once(self.id.as_str()).chain(self.name.as_deref())
     }
 
-    pub(super) fn add(&self, request: RequestId) {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner).push(request);
+    /// Adds a request that was submitted; it is cancelled at once if all were.
+    pub(super) fn add(&self, request: RequestId, submitter: &Submitter) {
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        requests.push(request);
+        if self.is_cancelled.load(Ordering::Relaxed) {
+            submitter.cancel(request);
+        }
     }
 
     /// Asks for the end of all; returns whether one of them was live.
     pub(crate) fn cancel(&self, submitter: &Submitter) -> bool {
-        self.is_cancelled.store(true, Ordering::Relaxed);
         let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        // The lock orders it for `add`.
+        self.is_cancelled.store(true, Ordering::Relaxed);
         requests.iter().filter(|&&request| submitter.cancel(request)).count() > 0
     }
 }

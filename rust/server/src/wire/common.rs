@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde::Deserialize;
 
-use super::fields::{LogitBias, StreamOptions, Stops};
+use super::fields::{LogitBias, Stops, StreamOptions};
 
 /// Parameters of a request besides its prompt and what its kind alone has.
 #[derive(Debug, Default)]

@@ -105,7 +105,8 @@ impl Common {
     fn check_metadata(&self) -> Result<(), ApiError> {
         let Some(metadata) = &self.metadata else { return Ok(()) };
         let (max_pairs, max_key, max_value) = METADATA;
-        let is_long = |(key, value): (&String, &String)| key.chars().count() > max_key || value.chars().count() > max_value;
+        let is_long =
+            |(key, value): (&String, &String)| key.chars().count() > max_key || value.chars().count() > max_value;
         if metadata.len() > max_pairs || metadata.iter().any(is_long) {
             let message = format!(
                 "metadata may have {max_pairs} pairs, keys of {max_key} characters and values of {max_value} characters"

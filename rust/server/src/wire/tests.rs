@@ -120,7 +120,10 @@ fn a_wrong_field_is_named() {
         (json!({"prompt": {"a": 1}}), "prompt"),
         (json!({"stream_options": {"include_usage": true}}), "stream_options"),
         (json!({"stream": true, "stream_options": {"other": true}}), "other"),
-        (json!({"stream": true, "stream_options": {"include_obfuscation": true}}), "stream_options.include_obfuscation"),
+        (
+            json!({"stream": true, "stream_options": {"include_obfuscation": true}}),
+            "stream_options.include_obfuscation",
+        ),
         (json!({"stream": 1}), "stream"),
         (json!({"service_tier": "scale"}), "service_tier"),
         (json!({"service_tier": "flex", "priority": "interactive"}), "service_tier"),
@@ -138,7 +141,9 @@ fn a_wrong_field_is_named() {
 
 #[test]
 fn a_body_that_is_no_json_is_refused() {
-    for body in ["", "{", "nonsense", "{\"model\": NaN}", "{\"temperature\": 1e999}", "[]", "\u{7f}", "{\"model\":\"m\"}}"] {
+    for body in
+        ["", "{", "nonsense", "{\"model\": NaN}", "{\"temperature\": 1e999}", "[]", "\u{7f}", "{\"model\":\"m\"}}"]
+    {
         let error = error_object(&parse::<CompletionBody>(body.as_bytes()).unwrap_err());
         assert!(!error["message"].as_str().unwrap().is_empty(), "{body}");
     }
