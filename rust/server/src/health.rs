@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 
 use cbrs_core::Submitter;
 
+/// Time between two looks at the engine's counters.
+const INTERVAL: Duration = Duration::from_secs(1);
+
 /// Looks at the engine's counters from time to time.
 #[derive(Debug)]
 pub(crate) struct Health {
@@ -23,6 +26,15 @@ impl Health {
     pub(crate) fn new(submitter: Submitter, step_timeout: Duration) -> Self {
         let seen = Mutex::new(Seen { num_steps: 0, since: Instant::now() });
         Self { submitter, step_timeout, seen }
+    }
+
+    /// Looks at the counters regularly, for ever.
+    pub(crate) async fn watch(&self) {
+        loop {
+            // What is wrong is told to those who ask.
+            let _ = self.check();
+            tokio::time::sleep(INTERVAL).await;
+        }
     }
 
     /// Looks at the counters; returns what is wrong, if something is.

@@ -109,9 +109,10 @@ fn runtime(worker_threads: usize) -> io::Result<Runtime> {
 fn run(runtime: Runtime, listener: TcpListener, app: &Arc<App>, stop: Arc<Notify>) {
     let routes = app::routes(Arc::clone(app));
     let limits = app.config.limits.clone();
-    let routing = Arc::clone(app);
+    let (routing, watching) = (Arc::clone(app), Arc::clone(app));
     runtime.block_on(async move {
         tokio::spawn(async move { routing.router.run().await });
+        tokio::spawn(async move { watching.health.watch().await });
         match tokio::net::TcpListener::from_std(listener) {
             Ok(listener) => tokio::spawn(connection::serve(listener, routes, limits, stop)).await.unwrap_or_default(),
             Err(_) => app.lifecycle.drain(),

@@ -124,7 +124,7 @@ impl OutputProcessor {
 }
 
 fn recipient<'a>(index: u64, channel: Option<&'a Bound<'_, OutputChannel>>) -> Recipient<'a> {
-    Recipient { index, channel: channel.map(|channel| channel.get().inner()) }
+    Recipient { index, channel: channel.map(|channel| channel.get().inner()), is_whole: false }
 }
 
 fn wrap(py: Python<'_>, finished: Vec<cbrs_text::FinishedRequest>) -> PyResult<Vec<FinishedRequest>> {

@@ -4,6 +4,8 @@ mod chat;
 mod completion;
 mod logprobs;
 mod prompts;
+#[cfg(test)]
+mod tests;
 mod usage;
 pub(crate) mod write;
 

@@ -80,7 +80,7 @@ async fn complete(app: Arc<App>, request: Request, id: String, name: Option<Stri
     let tokenizer = app.engine.tokenizer.clone();
     let echo = completion.echo.then_some(Echo { given, tokenizer });
     let outline = outline(&app, &id, common, num_prompts, completion.logprobs);
-    let ticket = begin(&app, Submission { prompts, spec, text, id, name })?;
+    let ticket = begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name })?;
     answer(ticket, CompletionAnswer::new(outline, echo), common).await
 }
 
@@ -102,7 +102,8 @@ async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>)
     };
     let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
     let outline = outline(&app, &id, common, 1, chat.logprobs);
-    let ticket = begin(&app, Submission { prompts, spec, text, id, name }).map_err(renamed)?;
+    let ticket =
+        begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name }).map_err(renamed)?;
     answer(ticket, ChatAnswer::new(outline), common).await
 }
 

@@ -16,6 +16,8 @@ pub(crate) struct Submission {
     /// Without a prompt.
     pub(crate) spec: RequestSpec,
     pub(crate) text: TextSpec,
+    /// Choices are wanted when they end, not as they come.
+    pub(crate) is_whole: bool,
     /// The id of the response.
     pub(crate) id: String,
     /// What the client calls it.
@@ -27,14 +29,14 @@ pub(crate) struct Submission {
 /// # Errors
 /// Why one of its prompts was refused; the others are cancelled then.
 pub(crate) fn begin(app: &Arc<App>, submission: Submission) -> Result<Ticket, ApiError> {
-    let Submission { prompts, mut spec, text, id, name } = submission;
+    let Submission { prompts, mut spec, text, is_whole, id, name } = submission;
     let ticket = Ticket::open(app, Submitted::new(id, name), prompts.len())?;
     let now_ns = (app.engine.clock)();
     let last = prompts.len() - 1;
     for (number, (index, prompt)) in ticket.indices().zip(prompts).enumerate() {
         let rest = if number == last { std::mem::take(&mut spec) } else { spec.clone() };
         let spec = RequestSpec { prompt_token_ids: prompt, ..rest };
-        let submitted = app.engine.processor.submit(spec, &text, app.router.recipient(index), now_ns);
+        let submitted = app.engine.processor.submit(spec, &text, app.router.recipient(index, is_whole), now_ns);
         let request = submitted.map_err(|error| at_prompt(error.into(), number, last))?;
         ticket.submitted().add(request, &app.engine.submitter);
     }

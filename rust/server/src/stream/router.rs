@@ -50,9 +50,9 @@ impl Router {
         }
     }
 
-    /// Where the processor is to send the updates of `index`.
-    pub(super) fn recipient(&self, index: u64) -> Recipient<'_> {
-        Recipient { index, channel: Some(&self.channel) }
+    /// Where the processor is to send the updates of `index`; one for each choice, if `is_whole`.
+    pub(super) fn recipient(&self, index: u64, is_whole: bool) -> Recipient<'_> {
+        Recipient { index, channel: Some(&self.channel), is_whole }
     }
 
     /// Delivers what comes, for ever.

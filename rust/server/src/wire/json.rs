@@ -19,23 +19,26 @@ fn explain<T: DeserializeOwned>(bytes: &[u8], error: &serde_json::Error) -> ApiE
     if error.classify() != Category::Data {
         return ApiError::bad_request(format!("the body is not JSON: {message}"));
     }
-    if let Some(field) = named(&message) {
-        return ApiError::invalid(field, message);
-    }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
-    match serde_path_to_error::deserialize::<_, T>(&mut reader) {
-        Err(error) if error.path().iter().next().is_some() => {
-            let path = error.path().to_string();
-            let message = format!("{path}: {}", error.into_inner());
-            ApiError::invalid(path, message)
-        }
-        _ => ApiError::bad_request(message),
+    let Err(error) = serde_path_to_error::deserialize::<_, T>(&mut reader) else {
+        return ApiError::bad_request(message);
+    };
+    let path = error.path().to_string();
+    let message = error.into_inner().to_string();
+    // The path of the body as a whole is a point.
+    let path = if path == "." { String::new() } else { path };
+    let field = named(&message).filter(|&field| path.rsplit('.').next() != Some(field));
+    match (path.is_empty(), field) {
+        (true, None) => ApiError::bad_request(message),
+        (true, Some(field)) => ApiError::invalid(field.to_owned(), message),
+        (false, None) => ApiError::invalid(path.clone(), format!("{path}: {message}")),
+        (false, Some(field)) => ApiError::invalid(format!("{path}.{field}"), format!("{path}: {message}")),
     }
 }
 
 /// The field that serde names in its message.
-fn named(message: &str) -> Option<String> {
+fn named(message: &str) -> Option<&str> {
     let kinds = ["unknown field `", "missing field `", "duplicate field `"];
     let rest = kinds.iter().find_map(|kind| message.strip_prefix(kind))?;
-    rest.split_once('`').map(|(field, _)| field.to_owned())
+    rest.split_once('`').map(|(field, _)| field)
 }

@@ -1,5 +1,5 @@
 //! Every field works or is refused by name.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::float_cmp, clippy::needless_pass_by_value)]
 
 use cbrs_core::policy::Class;
 use serde_json::{Value, json};
@@ -119,7 +119,7 @@ fn a_wrong_field_is_named() {
         (json!({"prompt": null}), "prompt"),
         (json!({"prompt": {"a": 1}}), "prompt"),
         (json!({"stream_options": {"include_usage": true}}), "stream_options"),
-        (json!({"stream": true, "stream_options": {"other": true}}), "other"),
+        (json!({"stream": true, "stream_options": {"other": true}}), "stream_options.other"),
         (
             json!({"stream": true, "stream_options": {"include_obfuscation": true}}),
             "stream_options.include_obfuscation",
@@ -216,7 +216,7 @@ fn a_wrong_message_is_named_with_its_place() {
         (json!({"role": "tool", "content": "x"}), "messages[1].role"),
         (json!({"role": "tool", "content": "x", "tool_call_id": "c"}), "messages[1].tool_call_id"),
         (json!({"role": "assistant", "content": "x", "tool_calls": []}), "messages[1].tool_calls"),
-        (json!({"role": "user", "content": "x", "colour": "red"}), "colour"),
+        (json!({"role": "user", "content": "x", "colour": "red"}), "messages[1].colour"),
     ] {
         let messages = json!([{"role": "user", "content": "x"}, message]);
         let error = error_object(&chat(json!({"messages": messages})).unwrap_err());

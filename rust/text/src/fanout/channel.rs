@@ -29,7 +29,7 @@ pub struct Update {
     pub choice: u32,
     /// Text that may be shown from now on.
     pub text: String,
-    /// New tokens: one, or none if the choice has only ended.
+    /// New tokens: one, or none if the choice has only ended; all of a choice that is told as a whole.
     pub token_ids: Vec<i32>,
     /// One row for each of `token_ids`; absent unless asked for.
     pub logprobs: Option<LogprobRows>,
