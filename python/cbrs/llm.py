@@ -190,7 +190,9 @@ class LLM(BaseLLM):
 
         def end() -> None:
             serve.stop()
-            thread.join()
+            # The garbage collector may call this anywhere.
+            if threading.current_thread() is not thread:
+                thread.join()
 
         return end
 

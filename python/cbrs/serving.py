@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import time
+import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,6 @@ class RunningServer:
         """
         engine = llm.engine
         self._llm = llm
-        self._on_close = on_close
         settings = json.dumps(asdict(engine.config), default=str)
         self._server = HttpServer(
             engine.processor,
@@ -65,6 +65,7 @@ class RunningServer:
             allow_public=allow_public,
             settings_json=settings,
         )
+        self._end = weakref.finalize(self, _end, self._server, on_close)
 
     @property
     def host(self) -> str:
@@ -104,10 +105,7 @@ class RunningServer:
 
     def close(self) -> None:
         """Ends the server; requests under way are cancelled. Closing twice does no harm."""
-        self._server.close()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
+        self._end()
 
     def __enter__(self) -> RunningServer:
         """Returns itself; the end of the block calls `close`."""
@@ -121,6 +119,12 @@ class RunningServer:
     ) -> None:
         """Calls `close`."""
         self.close()
+
+
+def _end(server: HttpServer, on_close: Callable[[], object] | None) -> None:
+    server.close()
+    if on_close is not None:
+        on_close()
 
 
 class Serving:

@@ -1,6 +1,7 @@
 """`cbrs serve` as a process."""
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from cbrs.cli import main
 
 
 @contextmanager
-def process(model: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     """A server process, once it listens."""
-    command = [sys.executable, "-m", "cbrs", "serve", model, "--port", "0", *options]
+    command = [sys.executable, "-m", "cbrs", "serve", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
@@ -34,7 +35,7 @@ def process(model: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 def test_sigterm_lets_streams_finish() -> None:
-    with process("null:0.01", "--served-model-name", "mine") as (server, client):
+    with process("null:0.01", "--port", "0", "--served-model-name", "mine") as (server, client):
         body = {"model": "mine", "prompt": "One", "max_tokens": 60, "stream": True}
         with client.http.stream("POST", "/v1/completions", json=body) as response:
             other = Client(str(client.http.base_url))
@@ -46,7 +47,7 @@ def test_sigterm_lets_streams_finish() -> None:
 
 
 def test_a_second_signal_cuts_streams() -> None:
-    with process("null:0.01") as (server, client):
+    with process("null:0.01", "--port", "0") as (server, client):
         body = {"model": "null:0.01", "prompt": "One", "max_tokens": 4000, "stream": True}
         with client.http.stream("POST", "/v1/completions", json=body) as response:
             other = Client(str(client.http.base_url))
@@ -58,6 +59,18 @@ def test_a_second_signal_cuts_streams() -> None:
         assert server.wait(20) == 1
         with pytest.raises(httpx2.ConnectError):
             other.get("/ready")
+
+
+def test_the_example_of_the_help_works(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    example = capsys.readouterr().out.rstrip().splitlines()[-1]
+    arguments = shlex.split(example.replace("--port 8000", "--port 0"))
+    assert arguments[:2] == ["cbrs", "serve"]
+    with process(*arguments[2:]) as (server, client):
+        assert client.complete(prompt="One", max_tokens=2)["usage"]["completion_tokens"] == 2
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
 
 
 @pytest.mark.parametrize(

@@ -86,4 +86,4 @@ def test_every_field_of_the_request_schema_is_known(
         # No field takes this. One that is not known would be called unknown.
         error = client.error(path, {**base, field: [{"no": ["such", "value"]}]})
         assert error["param"].split("[")[0].split(".")[0] == field
-        assert "unknown field" not in error["message"]
+        assert f"unknown field `{field}`" not in error["message"]

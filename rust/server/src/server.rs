@@ -28,6 +28,8 @@ pub struct Server {
     address: SocketAddr,
     stop: Arc<Notify>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Process that the threads run in: a fork of it has none of them, and the locks may be held for ever.
+    process: u32,
 }
 
 impl Server {
@@ -49,7 +51,7 @@ impl Server {
         let (serving, stopping) = (Arc::clone(&app), Arc::clone(&stop));
         let run = move || run(runtime, listener, &serving, stopping);
         let thread = std::thread::Builder::new().name("cbrs-http".to_owned()).spawn(run)?;
-        Ok(Self { app, address, stop, thread: Mutex::new(Some(thread)) })
+        Ok(Self { app, address, stop, thread: Mutex::new(Some(thread)), process: std::process::id() })
     }
 
     /// Where it listens.
@@ -78,8 +80,11 @@ impl Server {
     }
 
     /// Ends the server: cancels what is under way, closes its socket and all connections and joins its threads. A second call does
-    /// nothing.
+    /// nothing, nor does one in a forked process.
     pub fn close(&self) {
+        if std::process::id() != self.process {
+            return;
+        }
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
             self.drain();
