@@ -55,10 +55,10 @@ impl App {
         if is_served { Ok(()) } else { Err(ApiError::unknown_model(name)) }
     }
 
-    /// Ends all requests that are under way.
-    pub(crate) fn cancel_all(&self) {
+    /// Ends all requests that are under way, because the server ends.
+    pub(crate) fn cut_all(&self) {
         for request in self.names.all() {
-            request.cancel(&self.engine.submitter);
+            request.cut(&self.engine.submitter);
         }
     }
 }

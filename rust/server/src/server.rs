@@ -76,7 +76,7 @@ impl Server {
 
     /// Ends every request that is under way: streams end with an error event.
     pub fn cancel_all(&self) {
-        self.app.cancel_all();
+        self.app.cut_all();
     }
 
     /// Ends the server: cancels what is under way, closes its socket and all connections and joins its threads. A second call does

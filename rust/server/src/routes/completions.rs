@@ -71,9 +71,12 @@ async fn complete(app: Arc<App>, request: Request, id: String, name: Option<Stri
     match completion.prompt {
         Prompt::Ids(lists) => prompts = Prompt::ids(&lists)?,
         Prompt::Texts(texts) => {
+            // Many short texts take as long as a long one.
+            let num_bytes: usize = texts.iter().map(String::len).sum();
+            let max_inline = if num_bytes <= limits.max_inline_bytes { num_bytes } else { 0 };
             for (prompt, given) in texts.into_iter().zip(&mut given) {
                 *given = has_given_text.then(|| prompt.clone());
-                prompts.push(app.engine.encode(prompt, true, limits.max_inline_bytes).await?);
+                prompts.push(app.engine.encode(prompt, true, max_inline).await?);
             }
         }
     }

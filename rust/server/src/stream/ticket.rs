@@ -46,13 +46,23 @@ impl Submitted {
         }
     }
 
-    /// Asks for the end of all; returns whether one of them was live.
+    /// Asks for the end of all because somebody wants it; returns whether one of them was live.
     pub(crate) fn cancel(&self, submitter: &Submitter) -> bool {
         let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         // The lock orders it for `add`.
         self.is_cancelled.store(true, Ordering::Relaxed);
-        requests.iter().filter(|&&request| submitter.cancel(request)).count() > 0
+        cancel(&requests, submitter)
     }
+
+    /// Asks for the end of all because the server ends, which is what their readers are told.
+    pub(crate) fn cut(&self, submitter: &Submitter) {
+        cancel(&self.requests.lock().unwrap_or_else(PoisonError::into_inner), submitter);
+    }
+}
+
+/// Returns whether one of them was live.
+fn cancel(requests: &[RequestId], submitter: &Submitter) -> bool {
+    requests.iter().filter(|&&request| submitter.cancel(request)).count() > 0
 }
 
 /// Holds a response's place: its names, its mailbox, its count.
@@ -119,7 +129,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         if self.num_open > 0 {
-            self.submitted.cancel(&self.app.engine.submitter);
+            self.submitted.cut(&self.app.engine.submitter);
         }
         self.app.names.remove(&self.submitted);
         self.app.router.close(self.indices.clone());
@@ -132,7 +142,7 @@ pub(crate) fn end_error(end: &End, is_cancelled: bool) -> Option<ApiError> {
     match end.finish_reason {
         FinishReason::Stop | FinishReason::Length => None,
         FinishReason::Cancelled if is_cancelled => Some(ApiError::cancelled()),
-        FinishReason::Cancelled => Some(ApiError::unavailable("the engine is shutting down")),
+        FinishReason::Cancelled => Some(ApiError::unavailable("the server or its engine is shutting down")),
         FinishReason::Error => Some(ApiError::failed(end.error.as_deref().unwrap_or("the engine failed"))),
     }
 }

@@ -1,6 +1,6 @@
 //! From bytes to a body, with the name of the field at fault.
 
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::error::Category;
 
 use crate::error::ApiError;
@@ -16,7 +16,9 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
 /// Reads once more what cannot be read, keeping track of the path.
 fn explain<T: DeserializeOwned>(bytes: &[u8], error: &serde_json::Error) -> ApiError {
     let message = error.to_string();
-    if error.classify() != Category::Data {
+    // An enumeration calls what is no string a fault of syntax.
+    let is_json = error.classify() == Category::Data || serde_json::from_slice::<IgnoredAny>(bytes).is_ok();
+    if !is_json {
         return ApiError::bad_request(format!("the body is not JSON: {message}"));
     }
     let mut reader = serde_json::Deserializer::from_slice(bytes);
