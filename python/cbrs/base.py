@@ -99,11 +99,6 @@ class BaseLLM:
             )
         return self._tokenizer
 
-    @property
-    def tokenizer_or_none(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it has none."""
-        return self._tokenizer
-
     def config(self) -> EffectiveConfig:
         """Returns the settings in effect: every field is decided."""
         return self.engine.config

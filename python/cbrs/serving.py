@@ -15,11 +15,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from cbrs._core import HttpServer
+from cbrs.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Sequence
 
+    from cbrs._core import Tokenizer
     from cbrs.base import BaseLLM
 
 # Between two looks at signals while a server is drained.
@@ -57,7 +59,7 @@ class RunningServer:
         settings = json.dumps(asdict(engine.config), default=str)
         self._server = HttpServer(
             engine.processor,
-            llm.tokenizer_or_none,
+            _tokenizer(llm),
             host=host,
             port=port,
             served_model_names=list(served_model_names) or [served_name(engine.config.model)],
@@ -119,6 +121,13 @@ class RunningServer:
     ) -> None:
         """Calls `close`."""
         self.close()
+
+
+def _tokenizer(llm: BaseLLM) -> Tokenizer | None:
+    try:
+        return llm.tokenizer
+    except InvalidRequestError:
+        return None  # the model has none: prompts are token ids
 
 
 def _end(server: HttpServer, on_close: Callable[[], object] | None) -> None:

@@ -155,16 +155,16 @@ def test_a_closed_server_lets_go_of_its_port_and_its_requests() -> None:
 
 
 def test_overload_is_429_with_whole_seconds_before_any_event() -> None:
-    with serving(SLOW, max_num_seqs=1, queue_capacity=2, policy="fair") as (llm, server):
-        client = Client(server.url)
-        connections = [send(server, {**ENDLESS, "stream": True}) for _ in range(4)]
-        wait_until(lambda: llm.stats()["num_refused_requests"] > 0)
-        refused = client.post(PATH, {**ENDLESS, "stream": True})
+    with serving(SLOW, max_num_seqs=1, queue_capacity=1) as (llm, server):
+        client, body = Client(server.url), {**ENDLESS, "stream": True}
+        with send(server, body):
+            wait_until(lambda: llm.stats()["num_running"] == 1)
+            with send(server, body):
+                wait_until(lambda: llm.stats()["num_waiting"] == 1)
+                refused = client.post(PATH, body)
         error = error_of(refused, 429)
-        assert error["type"] == "rate_limit_error"
+        assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
         assert int(refused.headers["retry-after"]) >= 1
-        for connection in connections:
-            connection.close()
         wait_until(lambda: is_idle(llm))
 
 
