@@ -197,6 +197,7 @@ def test_after_close_everything_raises_a_typed_error_and_close_does_not(tiny):
 
 
 SYNC_USES = {
+    "serve_in_background": lambda llm: llm.serve_in_background(port=0),
     "cancel": lambda llm: llm.cancel("x"),
     "config": lambda llm: llm.config(),
     "stats": lambda llm: llm.stats(),

@@ -17,7 +17,7 @@ from cbrs.cli import main
 from cbrs.logprobs import Logprob
 from cbrs.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
-COMMANDS = ["generate", "chat", "bench", "pull", "info", "demo"]
+COMMANDS = ["generate", "chat", "serve", "bench", "pull", "info", "demo"]
 
 
 def run_cli(*arguments, stdin=None, timeout_s=120, cwd=None, env=None):
@@ -75,7 +75,8 @@ def examples_of(*command):
     return re.search(r"^examples?:\n((?:  cbrs .+\n?)+)\Z", help_text, re.MULTILINE)[1].split("\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# That of `serve`, which runs until it is told to end, is in tests/server/test_server_cli.py.
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
 def test_the_example_of_each_help_works(command, tmp_path):
     example, *_ = examples_of(command)
     arguments = shlex.split(example)[1:]

@@ -465,6 +465,7 @@ USES = {
     "resume": lambda llm: llm.resume(),
     "engine": lambda llm: llm.engine,
     "tokenizer": lambda llm: llm.tokenizer,
+    "serve_in_background": lambda llm: llm.serve_in_background(port=0),
 }
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cbrs.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from cbrs.sampling_params import SamplingParams
     from cbrs.scoring import Score
+    from cbrs.serving import serve
 
 __all__ = [
     "LLM",
@@ -47,6 +48,7 @@ __all__ = [
     "StepResult",
     "__version__",
     "errors",
+    "serve",
 ]
 
 _MODULE_OF = {
@@ -63,6 +65,7 @@ _MODULE_OF = {
     "Scheduler": "cbrs._core",
     "SchedulerConfig": "cbrs._core",
     "Score": "cbrs.scoring",
+    "serve": "cbrs.serving",
     "StepOutput": "cbrs._core",
     "StepResult": "cbrs._core",
     "__version__": "cbrs._core",

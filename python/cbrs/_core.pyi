@@ -19,6 +19,7 @@ __all__ = [
     "FinishedChoice",
     "FinishedRequest",
     "GgufFile",
+    "HttpServer",
     "IncrementalDetokenizer",
     "InvalidRequestError",
     "Logprobs",
@@ -172,6 +173,46 @@ class StepError(CbrsError, ValueError):
     """step() or fail() was called with the wrong result, or while another step was running; nothing
     changed.
     """
+
+@final
+class HttpServer:
+    """An OpenAI-compatible HTTP server in front of a scheduler, on threads that never run Python.
+
+    Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of
+    `served_model_names` stands in answers; `settings_json` is what `/version` tells of the engine.
+    Raises `ValueError` for an unusable address, or one that is not loopback without `allow_public`,
+    and `OSError` if it cannot be had.
+    """
+
+    def __new__(
+        cls,
+        processor: OutputProcessor,
+        tokenizer: Tokenizer | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        served_model_names: list[str],
+        worker_threads: int | None = None,
+        allow_public: bool = False,
+        settings_json: str | None = None,
+    ) -> HttpServer: ...
+    @property
+    def host(self) -> str:
+        """The address it listens on."""
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+    @property
+    def num_active(self) -> int:
+        """Responses under way."""
+    def drain(self) -> None:
+        """Refuses new requests from now on; `/ready` says so. What is under way goes on."""
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no response is under way, at most `timeout_s` seconds; whether so."""
+    def cancel_all(self) -> None:
+        """Ends every request that is under way; streams end with an error event."""
+    def close(self) -> None:
+        """Closes the socket and all connections and joins the threads."""
 
 @final
 class SchedulerConfig:

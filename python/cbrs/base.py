@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cbrs._core import OutputProcessor, Tokenizer
     from cbrs.engine import Engine
     from cbrs.sampling_params import SamplingParams
+    from cbrs.serving import RunningServer
 
 
 PauseMode = Literal["wait", "cancel"]
@@ -117,6 +118,38 @@ class BaseLLM:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of a whole sequence of token ids."""
         return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def serve_in_background(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        served_model_name: str | None = None,
+    ) -> RunningServer:
+        """Serves this model over HTTP, on threads of its own, until the result is closed.
+
+        Port 0 is one that is free: `RunningServer.url` tells it. Own requests go on beside it.
+
+        Raises:
+            ValueError: the address is unusable, or not loopback.
+            OSError: the address cannot be had.
+        """
+        from cbrs.serving import RunningServer
+
+        names = () if served_model_name is None else (served_model_name,)
+        on_close = self._begin_serving()
+        try:
+            return RunningServer(
+                self, host=host, port=port, served_model_names=names, on_close=on_close
+            )
+        except BaseException:
+            if on_close is not None:
+                on_close()
+            raise
+
+    def _begin_serving(self) -> Callable[[], object] | None:
+        """Sees to it that the engine is stepped; returns what ends that, if it has to end."""
+        return None
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; what runs goes on."""

@@ -153,6 +153,24 @@ class Drain(Call):
         return self._scheduler.stats()["num_running"] == 0 or not self._scheduler.is_paused()
 
 
+class Serve(Call):
+    """A call without requests that keeps the engine running for others, until it is stopped."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Runs what others submit to `scheduler`."""
+        super().__init__([], scheduler)
+        self._is_stopped = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was stopped."""
+        return self._is_stopped
+
+    def stop(self) -> None:
+        """Ends the call."""
+        self._is_stopped = True
+
+
 class Driver:
     """Takes turns among calling threads to run one engine."""
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from cbrs import scoring
 from cbrs.base import BaseLLM, PauseMode, check_pause_mode, submission
-from cbrs.driver import Call, Driver
-from cbrs.errors import InvalidRequestError, closed_error, placed
+from cbrs.driver import Call, Driver, Serve
+from cbrs.errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+    closed_error,
+    placed,
+)
 from cbrs.outputs import RequestOutput
 from cbrs.progress import progress_bar
 from cbrs.requests import Conversation, Prompt, as_conversations, as_prompts, params_for
@@ -168,6 +176,25 @@ class LLM(BaseLLM):
     ) -> None:
         """Calls `close`."""
         self.close()
+
+    def _begin_serving(self) -> Callable[[], object]:
+        driver, serve = self._in_use, Serve(self.engine.scheduler)
+
+        def run() -> None:
+            # After `close`, or the death of the engine, everybody is told where they ask.
+            with suppress(EngineClosedError, EngineDeadError):
+                driver.run(serve)
+
+        thread = threading.Thread(target=run, name="cbrs-serve", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            serve.stop()
+            # The garbage collector may call this anywhere.
+            if threading.current_thread() is not thread:
+                thread.join()
+
+        return end
 
     @property
     def _in_use(self) -> Driver:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import cbrs
-from cbrs.cli import bench, chat, demo, generate, info, pull
+from cbrs.cli import bench, chat, demo, generate, info, pull, serve
 from cbrs.cli.common import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -24,7 +24,7 @@ from cbrs.errors import ModelLoadError
 
 logger = logging.getLogger("cbrs")
 
-_COMMANDS = (generate, chat, bench, pull, info, demo)
+_COMMANDS = (generate, chat, serve, bench, pull, info, demo)
 _OFFLINE = "CBRS_OFFLINE"
 
 

@@ -76,6 +76,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
     """
     group = parser.add_argument_group("engine")
     default = EngineConfig()
+    policy = notes.get("policy", default.policy)
     group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto)")
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     for name, meaning in _INT_OPTIONS.items():
@@ -85,7 +86,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
     group.add_argument(
         "--policy",
         metavar="NAME|FILE.toml",
-        help=f"who runs next: fair, fcfs, static, or a file of rules (default: {default.policy})",
+        help=f"who runs next: fair, fcfs, static, or a file of rules (default: {policy})",
     )
     group.add_argument(
         "--target-itl-ms",

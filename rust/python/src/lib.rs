@@ -14,6 +14,7 @@ mod parameters;
 mod policy;
 mod row_tables;
 mod scheduler;
+mod server;
 mod step_output;
 mod step_result;
 mod stepping;
@@ -52,6 +53,8 @@ mod _core {
     use crate::row_tables::NewRowTables;
     #[pymodule_export]
     use crate::scheduler::Scheduler;
+    #[pymodule_export]
+    use crate::server::HttpServer;
     #[pymodule_export]
     use crate::step_output::StepOutput;
     #[pymodule_export]

@@ -35,12 +35,21 @@ pub(crate) struct Scheduler {
     stepping: Mutex<StepState>,
     submitter: Submitter,
     config: Py<SchedulerConfig>,
-    clock: Clock,
+    clock: Arc<Clock>,
 }
 
 enum Clock {
     Monotonic(Instant),
     Manual(AtomicU64),
+}
+
+impl Clock {
+    fn now_ns(&self) -> u64 {
+        match self {
+            Self::Monotonic(start) => start.elapsed().as_nanos() as u64,
+            Self::Manual(time) => time.load(Ordering::Acquire),
+        }
+    }
 }
 
 impl Drop for Scheduler {
@@ -58,15 +67,18 @@ impl Scheduler {
 
     /// Time on the scheduler's clock.
     pub(crate) fn now_ns(&self) -> u64 {
-        match &self.clock {
-            Clock::Monotonic(start) => start.elapsed().as_nanos() as u64,
-            Clock::Manual(time) => time.load(Ordering::Acquire),
-        }
+        self.clock.now_ns()
+    }
+
+    /// The clock, for threads that know no Python.
+    pub(crate) fn clock(&self) -> cbrs_server::Clock {
+        let clock = Arc::clone(&self.clock);
+        Arc::new(move || clock.now_ns())
     }
 
     /// How long a step may wait for news if the core has something to do by itself at `timer_ns`. A manual clock stands still meanwhile.
     fn longest_wait(&self, timer_ns: Option<u64>) -> Duration {
-        match (&self.clock, timer_ns) {
+        match (&*self.clock, timer_ns) {
             (Clock::Monotonic(_), Some(timer_ns)) => {
                 SIGNAL_INTERVAL.min(Duration::from_nanos(timer_ns.saturating_sub(self.now_ns())))
             }
@@ -119,7 +131,13 @@ impl Scheduler {
         let submitter = core.submitter();
         let memory = Bound::new(py, Memory::new(core))?;
         let views = Views::new(&memory);
-        Ok(Self { memory: memory.unbind(), stepping: Mutex::new(StepState::new(views)), submitter, config, clock })
+        Ok(Self {
+            memory: memory.unbind(),
+            stepping: Mutex::new(StepState::new(views)),
+            submitter,
+            config,
+            clock: Arc::new(clock),
+        })
     }
 
     /// The effective configuration.
@@ -231,7 +249,7 @@ impl Scheduler {
 
     /// Sets the time of the following steps; only with `clock="manual"`.
     fn set_time_ns(&self, time_ns: u64) -> PyResult<()> {
-        match &self.clock {
+        match &*self.clock {
             Clock::Manual(time) => {
                 time.store(time_ns, Ordering::Release);
                 Ok(())

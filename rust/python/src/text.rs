@@ -32,6 +32,16 @@ pub(crate) struct Tokenizer {
     template: Option<ChatTemplate>,
 }
 
+impl Tokenizer {
+    pub(crate) fn inner(&self) -> &cbrs_text::Tokenizer {
+        &self.inner
+    }
+
+    pub(crate) fn template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
+    }
+}
+
 #[pymethods]
 impl Tokenizer {
     #[new]

@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, ValueKind};
+use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Environment, ErrorKind, State, Value};
+use serde::Serialize;
 
 use cbrs_core::{Error, Result};
 
@@ -79,6 +80,11 @@ impl ChatRequest {
             add_generation_prompt,
             extra: BTreeMap::new(),
         })
+    }
+
+    /// Takes anything that serializes to a list of messages.
+    pub fn from_messages(messages: &impl Serialize, add_generation_prompt: bool) -> Self {
+        Self { messages: Value::from(Serde(messages)), add_generation_prompt, ..Self::default() }
     }
 
     /// Adds further variables of the template, given as a JSON object.
@@ -155,6 +161,11 @@ impl ChatTemplate {
         let special_tokens = tokens.into_iter().filter_map(|(name, token)| Some((name, token?.to_owned()))).collect();
         let overdue = Mutex::default();
         Ok(Self { compiled: Arc::new(Compiled { environment, special_tokens, limits, is_flat, overdue }) })
+    }
+
+    /// Whether a rendering may wait for a thread of its own.
+    pub fn may_wait(&self) -> bool {
+        !self.compiled.is_flat
     }
 
     /// Renders the prompt of a conversation.

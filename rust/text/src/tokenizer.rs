@@ -129,6 +129,13 @@ impl Tokenizer {
         text
     }
 
+    /// Appends the bytes that `id` adds inside a text, special or not; an id without a token adds none.
+    pub fn push_token_bytes(&self, id: i32, bytes: &mut Vec<u8>) {
+        if let Some(piece) = self.pieces().get(id) {
+            bytes.extend_from_slice(piece.bytes);
+        }
+    }
+
     pub(crate) fn pieces(&self) -> &PieceTable {
         &self.inner.pieces
     }

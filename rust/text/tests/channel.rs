@@ -55,6 +55,44 @@ fn f08_every_token_is_one_update_with_the_text_that_it_completes() {
 }
 
 #[test]
+fn a_choice_told_as_a_whole_is_the_parts_joined() {
+    let [parts, whole] = [(); 2].map(|()| OutputChannel::new().unwrap());
+    let mut rig = Rig::new(&[HELLO, SPACE_C3, 0xA9, WORLD]);
+    let request = || RequestSpec { n: 2, ..spec(4) };
+    rig.stream(request(), &stopping(&[" wor"]), &parts);
+    let parts = rig.finish_streams(&parts, 1);
+    let recipient = Recipient { index: 8, channel: Some(&whole), is_whole: true };
+    rig.processor.submit(request(), &stopping(&[" wor"]), recipient, rig.time_ns).unwrap();
+    let whole = rig.finish_streams(&whole, 1);
+    assert_eq!(whole.iter().map(|update| update.choice).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(whole.iter().map(|update| update.is_last).collect::<Vec<_>>(), [false, true]);
+    assert_eq!(whole[0].prompt_token_ids, Some(vec![1, 2, 3]));
+    for told in &whole {
+        let mine = || parts.iter().filter(|part| part.choice == told.choice);
+        assert_eq!(told.text, mine().map(|part| part.text.as_str()).collect::<String>());
+        assert_eq!(told.token_ids, mine().flat_map(|part| part.token_ids.clone()).collect::<Vec<_>>());
+        assert_eq!(reason(told), Some(FinishReason::Stop));
+    }
+}
+
+#[test]
+fn a_choice_told_as_a_whole_is_told_when_it_is_cancelled() {
+    let channel = OutputChannel::new().unwrap();
+    let mut rig = Rig::new(&[HELLO]);
+    let recipient = Recipient { index: 8, channel: Some(&channel), is_whole: true };
+    let id = rig.processor.submit(spec(100), &TextSpec::default(), recipient, 0).unwrap();
+    for _ in 0..4 {
+        assert!(rig.step());
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(channel.take().is_empty(), "nothing is told while it goes on");
+    assert!(rig.scheduler.submitter().cancel(id));
+    let updates = rig.finish_streams(&channel, 1);
+    assert_eq!((updates.len(), reason(&updates[0])), (1, Some(FinishReason::Cancelled)));
+    assert_eq!(updates[0].token_ids, [HELLO; 3]);
+}
+
+#[test]
 fn c03_the_first_update_carries_the_first_token_and_admission_makes_none() {
     let channel = OutputChannel::new().unwrap();
     let mut rig = Rig::new(&[HELLO]);
@@ -133,8 +171,12 @@ fn every_stream_ends_when_the_engine_or_the_processor_is_closed() {
         let ends = updates.iter().filter_map(reason).collect::<Vec<_>>();
         assert_eq!(ends, [FinishReason::Cancelled; 6]);
         assert!(updates.iter().filter(|update| update.is_last).all(|update| update.end.is_some()));
-        let refused =
-            rig.processor.submit(spec(1), &TextSpec::default(), Recipient { index: 0, channel: Some(&channel) }, 0);
+        let refused = rig.processor.submit(
+            spec(1),
+            &TextSpec::default(),
+            Recipient { index: 0, channel: Some(&channel), is_whole: false },
+            0,
+        );
         assert_eq!(refused.unwrap_err(), Error::Closed);
         for _ in 0..2 {
             if !close_engine {
@@ -199,8 +241,12 @@ fn closing_a_channel_cancels_its_requests_and_no_others() {
             channel.close();
             channel.close();
             assert!(channel.is_closed() && channel.fileno().is_none());
-            let refused =
-                rig.processor.submit(spec(1), &TextSpec::default(), Recipient { index: 0, channel: Some(&channel) }, 0);
+            let refused = rig.processor.submit(
+                spec(1),
+                &TextSpec::default(),
+                Recipient { index: 0, channel: Some(&channel), is_whole: false },
+                0,
+            );
             assert_eq!(refused.unwrap_err(), Error::Closed);
             assert_eq!(rig.finish(1)[0].outputs[0].token_ids.len(), 3);
             assert!(channel.take().is_empty());
@@ -237,7 +283,7 @@ fn a_channel_outlives_its_engine() {
     let mut scheduler = Scheduler::new(SchedulerConfig::default()).unwrap();
     let processor = OutputProcessor::new(scheduler.submitter(), None).unwrap();
     scheduler.set_output_sink(Some(processor.sink()));
-    let recipient = Recipient { index: 3, channel: Some(&channel) };
+    let recipient = Recipient { index: 3, channel: Some(&channel), is_whole: false };
     processor.submit(RequestSpec::new(vec![1]), &TextSpec::default(), recipient, 0).unwrap();
     drop(scheduler);
     let updates = wait_for_last(&channel);

@@ -1,5 +1,6 @@
 //! `OutputProcessor` as a Python class.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cbrs_text::Recipient;
@@ -20,8 +21,18 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 #[pyclass(frozen, module = "cbrs", weakref)]
 #[derive(Debug)]
 pub(crate) struct OutputProcessor {
-    inner: cbrs_text::OutputProcessor,
+    inner: Arc<cbrs_text::OutputProcessor>,
     scheduler: Py<Scheduler>,
+}
+
+impl OutputProcessor {
+    pub(crate) fn inner(&self) -> &Arc<cbrs_text::OutputProcessor> {
+        &self.inner
+    }
+
+    pub(crate) fn scheduler(&self) -> &Py<Scheduler> {
+        &self.scheduler
+    }
 }
 
 #[pymethods]
@@ -31,7 +42,7 @@ impl OutputProcessor {
         let tokenizer = tokenizer.map(|tokenizer| tokenizer.get().inner.clone());
         let inner = cbrs_text::OutputProcessor::new(scheduler.get().submitter(), tokenizer)?;
         scheduler.get().attach_sink(inner.sink())?;
-        Ok(Self { inner, scheduler })
+        Ok(Self { inner: Arc::new(inner), scheduler })
     }
 
     /// Queues a request and returns its id; `index` comes back with the result. Any thread; never waits for a step.
@@ -113,7 +124,7 @@ impl OutputProcessor {
 }
 
 fn recipient<'a>(index: u64, channel: Option<&'a Bound<'_, OutputChannel>>) -> Recipient<'a> {
-    Recipient { index, channel: channel.map(|channel| channel.get().inner()) }
+    Recipient { index, channel: channel.map(|channel| channel.get().inner()), is_whole: false }
 }
 
 fn wrap(py: Python<'_>, finished: Vec<cbrs_text::FinishedRequest>) -> PyResult<Vec<FinishedRequest>> {

@@ -1,10 +1,13 @@
 //! The way from the consumer to a reader that wants output as it comes: updates behind a file descriptor that is readable
-//! while there are some.
+//! while there are some, or behind a call that says so.
 //!
-//! 1. A byte is in the socket exactly while unread updates are there: one wake-up for all that comes before they are taken.
-//! 2. The consumer never waits for a reader: it appends under a lock that is held for a move of memory and one small write.
+//! 1. A byte is in the socket exactly while unread updates are there: one wake-up for all that comes before they are taken. A
+//!    call comes as often.
+//! 2. The consumer never waits for a reader: it appends under a lock that is held for a move of memory and one small write. It
+//!    holds no lock of the channel while it calls.
 //! 3. What an unread update says is never dropped, until `close`; then everything is, and live requests are cancelled.
 
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -26,7 +29,7 @@ pub struct Update {
     pub choice: u32,
     /// Text that may be shown from now on.
     pub text: String,
-    /// New tokens: one, or none if the choice has only ended.
+    /// New tokens: one, or none if the choice has only ended; all of a choice that is told as a whole.
     pub token_ids: Vec<i32>,
     /// One row for each of `token_ids`; absent unless asked for.
     pub logprobs: Option<LogprobRows>,
@@ -67,15 +70,24 @@ pub(super) struct Channel {
 struct State {
     updates: Vec<Update>,
     /// Absent once closed.
-    ends: Option<Ends>,
+    signal: Option<Signal>,
     /// Those that have sent or may send here.
     processors: Vec<Weak<Shared>>,
 }
 
-#[derive(Debug)]
-struct Ends {
-    reader: UnixStream,
-    writer: UnixStream,
+/// How a reader learns that there is something to take.
+enum Signal {
+    Socket { reader: UnixStream, writer: UnixStream },
+    Call(Arc<dyn Fn() + Send + Sync>),
+}
+
+impl fmt::Debug for Signal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Socket { .. } => "Socket",
+            Self::Call(_) => "Call",
+        })
+    }
 }
 
 impl OutputChannel {
@@ -87,18 +99,33 @@ impl OutputChannel {
         let (reader, writer) = UnixStream::pair()?;
         reader.set_nonblocking(true)?;
         writer.set_nonblocking(true)?;
-        let state = State { updates: Vec::new(), ends: Some(Ends { reader, writer }), processors: Vec::new() };
-        Ok(Self { channel: Arc::new(Channel { state: Mutex::new(state) }), process: std::process::id() })
+        Ok(Self::with_signal(Signal::Socket { reader, writer }))
     }
 
-    /// The file descriptor that is readable while there is something to take; absent after `close` and in a forked process.
+    /// Makes an empty channel that calls `wake` when there is something to take, once until it is taken.
+    ///
+    /// The consumer calls it, or whoever closes the processor: it must not wait for anything.
+    pub fn with_wake(wake: impl Fn() + Send + Sync + 'static) -> Self {
+        Self::with_signal(Signal::Call(Arc::new(wake)))
+    }
+
+    fn with_signal(signal: Signal) -> Self {
+        let state = State { updates: Vec::new(), signal: Some(signal), processors: Vec::new() };
+        Self { channel: Arc::new(Channel { state: Mutex::new(state) }), process: std::process::id() }
+    }
+
+    /// The file descriptor that is readable while there is something to take; absent after `close`, in a forked process, and of a channel
+    /// that calls.
     ///
     /// It stays the channel's: wait for it, but do not read or close it.
     pub fn fileno(&self) -> Option<RawFd> {
         if self.is_fork() {
             return None;
         }
-        self.channel.lock().ends.as_ref().map(|ends| ends.reader.as_raw_fd())
+        match &self.channel.lock().signal {
+            Some(Signal::Socket { reader, .. }) => Some(reader.as_raw_fd()),
+            Some(Signal::Call(_)) | None => None,
+        }
     }
 
     /// Takes all updates, in the order in which they came. Never waits for the consumer's work.
@@ -114,8 +141,8 @@ impl OutputChannel {
         }
         let (unread, processors) = {
             let mut state = self.channel.lock();
-            state.ends = None;
-            (std::mem::take(&mut state.updates), std::mem::take(&mut state.processors))
+            let signal = state.signal.take();
+            ((signal, std::mem::take(&mut state.updates)), std::mem::take(&mut state.processors))
         };
         drop(unread);
         for processor in processors.iter().filter_map(Weak::upgrade) {
@@ -125,7 +152,7 @@ impl OutputChannel {
 
     /// Whether nothing can be sent here.
     pub fn is_closed(&self) -> bool {
-        self.is_fork() || self.channel.lock().ends.is_none()
+        self.is_fork() || self.channel.lock().signal.is_none()
     }
 
     /// The end at which a processor sends; it is remembered, to cancel its requests at `close`.
@@ -134,7 +161,7 @@ impl OutputChannel {
             return Err(Error::Closed);
         }
         let mut state = self.channel.lock();
-        if state.ends.is_none() {
+        if state.signal.is_none() {
             return Err(Error::Closed);
         }
         if !state.processors.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(processor))) {
@@ -170,21 +197,30 @@ impl Channel {
     /// Hands over updates; a closed channel leaves them to be dropped.
     fn send(&self, updates: &mut Vec<Update>) {
         let mut state = self.lock();
-        let is_empty = state.updates.is_empty();
-        let Some(ends) = &mut state.ends else { return };
-        if is_empty && !updates.is_empty() {
-            // There is room: at most this one byte is ever on its way.
-            let _ = ends.writer.write(&[1]);
-        }
+        let is_news = state.updates.is_empty() && !updates.is_empty();
+        let call = match &mut state.signal {
+            None => return,
+            Some(Signal::Socket { writer, .. }) if is_news => {
+                // There is room: at most this one byte is ever on its way.
+                let _ = writer.write(&[1]);
+                None
+            }
+            Some(Signal::Call(call)) if is_news => Some(Arc::clone(call)),
+            Some(_) => None,
+        };
         state.updates.append(updates);
+        drop(state);
+        if let Some(call) = call {
+            call();
+        }
     }
 }
 
 impl State {
     fn take(&mut self) -> Vec<Update> {
-        if let Some(ends) = self.ends.as_mut().filter(|_| !self.updates.is_empty()) {
+        if let Some(Signal::Socket { reader, .. }) = self.signal.as_mut().filter(|_| !self.updates.is_empty()) {
             // Nobody else is to read here; if somebody did, there is nothing, and nothing is lost.
-            let _ = ends.reader.read(&mut [0]);
+            let _ = reader.read(&mut [0]);
         }
         std::mem::take(&mut self.updates)
     }
@@ -216,6 +252,8 @@ impl Outbox {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
 
     fn update(index: u64) -> Update {
@@ -240,7 +278,8 @@ mod tests {
     /// Bytes in the socket: wake-ups that the reader has not seen.
     fn num_wakeups(channel: &OutputChannel) -> usize {
         let state = channel.channel.lock();
-        let mut reader = state.ends.as_ref().unwrap().reader.try_clone().unwrap();
+        let Some(Signal::Socket { reader, .. }) = &state.signal else { panic!("it has no socket") };
+        let mut reader = reader.try_clone().unwrap();
         drop(state);
         reader.read(&mut [0; 100]).unwrap_or(0)
     }
@@ -294,6 +333,28 @@ mod tests {
         deliver(&channel, 3..6);
         assert!(channel.take().is_empty());
         assert!(sender.lock().updates.is_empty());
-        assert!(sender.lock().ends.is_none(), "the descriptors are closed although somebody could still send");
+        assert!(sender.lock().signal.is_none(), "the descriptors are closed although somebody could still send");
+    }
+
+    #[test]
+    fn a_channel_that_calls_does_so_once_for_all_that_is_unread() {
+        let num_calls = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&num_calls);
+        let channel = OutputChannel::with_wake(move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(channel.fileno(), None);
+        deliver(&channel, 0..5);
+        deliver(&channel, 5..7);
+        assert_eq!(num_calls.load(Ordering::Relaxed), 1);
+        assert_eq!(channel.take().len(), 7);
+        deliver(&channel, 0..0);
+        assert_eq!(num_calls.load(Ordering::Relaxed), 1, "nothing is nothing");
+        deliver(&channel, 0..1);
+        assert_eq!(num_calls.load(Ordering::Relaxed), 2);
+        channel.close();
+        deliver(&channel, 0..1);
+        assert_eq!(num_calls.load(Ordering::Relaxed), 2);
+        assert_eq!(Arc::strong_count(&num_calls), 1, "closing drops the call");
     }
 }

@@ -36,6 +36,7 @@ pub(super) struct Draft {
     pub(super) stream: Option<TextStream>,
     pub(super) index: u64,
     pub(super) channel: Option<Arc<Channel>>,
+    pub(super) is_whole: bool,
     pub(super) arrival_ns: u64,
 }
 
@@ -49,9 +50,18 @@ impl Draft {
             stream: None,
             index,
             channel: None,
+            is_whole: false,
             arrival_ns,
         }
     }
+}
+
+/// Tokens of a choice that is told when it ends; its text waits in its stream.
+#[derive(Debug, Default, Clone)]
+struct Held {
+    token_ids: Vec<i32>,
+    /// Absent unless asked for.
+    logprobs: Option<LogprobRows>,
 }
 
 #[derive(Debug)]
@@ -60,6 +70,8 @@ pub(super) struct LiveRequest {
     num_open: usize,
     /// Where updates go; absent if the result is wanted as a whole.
     channel: Option<Arc<Channel>>,
+    /// What was held back of each choice, if choices are told as a whole.
+    held: Option<Vec<Held>>,
     /// Whether an update was sent.
     has_told: bool,
     has_logprobs: bool,
@@ -71,12 +83,13 @@ impl LiveRequest {
     /// A request that the engine has taken, and whose parameters it has checked.
     pub(super) fn new(id: RequestId, draft: Draft) -> Self {
         let n = draft.n;
-        let is_whole = draft.channel.is_none();
-        let outputs = (0..n).filter(|_| is_whole).map(|index| FinishedChoice::new(index, draft.num_logprobs)).collect();
+        let is_kept = draft.channel.is_none();
+        let outputs = (0..n).filter(|_| is_kept).map(|index| FinishedChoice::new(index, draft.num_logprobs)).collect();
         Self {
             choices: (0..n).map(|_| LiveChoice::new(draft.stream.clone())).collect(),
             num_open: n as usize,
             channel: draft.channel,
+            held: (draft.is_whole && !is_kept).then(|| vec![Held::default(); n as usize]),
             has_told: false,
             has_logprobs: draft.num_logprobs.is_some(),
             result: FinishedRequest {
@@ -196,21 +209,25 @@ impl LiveRequest {
         if token.is_none() && change.end.is_none() {
             return;
         }
-        let logprobs = self.has_logprobs.then(|| {
-            let mut rows = LogprobRows::default();
-            if token.is_some() {
-                let (ids, values, rank) = event.logprobs.unwrap_or_default();
-                rows.push(ids, values, rank);
-            }
-            rows
-        });
+        let held = self.held.as_mut().map(|held| std::mem::take(&mut held[event.choice]));
+        let Held { mut token_ids, logprobs } = held.unwrap_or_default();
+        token_ids.extend(token);
+        let mut logprobs = self.has_logprobs.then(|| logprobs.unwrap_or_default());
+        if let Some(rows) = logprobs.as_mut().filter(|_| token.is_some()) {
+            let (ids, values, rank) = event.logprobs.unwrap_or_default();
+            rows.push(ids, values, rank);
+        }
+        if let Some(held) = self.held.as_mut().filter(|_| change.end.is_none()) {
+            held[event.choice] = Held { token_ids, logprobs };
+            return;
+        }
         let is_first = !std::mem::replace(&mut self.has_told, true);
         let update = Update {
             request_id: self.id(),
             index: self.result.index,
             choice: event.choice as u32,
             text: self.choices[event.choice].take_delta(),
-            token_ids: token.into_iter().collect(),
+            token_ids,
             logprobs,
             end: change.end,
             prompt_logprobs: if is_first { self.take_prompt_logprobs() } else { None },

@@ -62,6 +62,8 @@ pub struct Recipient<'a> {
     pub index: u64,
     /// Where to send updates; without it the result is kept until it is taken as a whole.
     pub channel: Option<&'a OutputChannel>,
+    /// Send one update for each choice, when it ends.
+    pub is_whole: bool,
 }
 
 /// Submits requests and turns the engine's step outputs into their results.
@@ -134,6 +136,7 @@ impl OutputProcessor {
         spec.truncate_prompt(self.shared.submitter.max_model_len())?;
         let mut draft = Draft::new(&spec, recipient.index, now_ns);
         draft.stream = self.stream(text, spec.sampling.min_tokens);
+        draft.is_whole = recipient.is_whole;
         let mut live = self.shared.lock_live();
         if live.is_closed {
             return Err(Error::Closed);

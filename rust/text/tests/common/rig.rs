@@ -57,7 +57,7 @@ impl Rig {
     }
 
     pub(crate) fn stream(&self, spec: RequestSpec, text: &TextSpec, channel: &OutputChannel) -> u64 {
-        let recipient = Recipient { index: 7, channel: Some(channel) };
+        let recipient = Recipient { index: 7, channel: Some(channel), is_whole: false };
         self.processor.submit(spec, text, recipient, self.time_ns).unwrap().as_u64()
     }
 
@@ -124,7 +124,7 @@ impl Drop for Rig {
 }
 
 pub(crate) fn recipient(index: u64) -> Recipient<'static> {
-    Recipient { index, channel: None }
+    Recipient { index, ..Recipient::default() }
 }
 
 pub(crate) fn stopping(stops: &[&str]) -> TextSpec {

@@ -1,0 +1,191 @@
+"""An OpenAI-compatible HTTP server in front of an `LLM` or `AsyncLLM` of this process.
+
+Connections, templates, tokenizing and streams are the work of Rust threads
+(`cbrs._core.HttpServer`); Python runs the model and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import weakref
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from cbrs._core import HttpServer
+from cbrs.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Sequence
+
+    from cbrs._core import Tokenizer
+    from cbrs.base import BaseLLM
+
+# Between two looks at signals while a server is drained.
+_DRAIN_INTERVAL_S = 0.1
+# Streams that are cut get so long to tell their readers.
+_CUT_WAIT_S = 1.0
+
+
+class RunningServer:
+    """A server that answers until it is closed; it keeps its `LLM` alive.
+
+    `with` closes it at the end of the block, and so does dropping it.
+    """
+
+    def __init__(
+        self,
+        llm: BaseLLM,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        served_model_names: Sequence[str] = (),
+        worker_threads: int | None = None,
+        allow_public: bool = False,
+        on_close: Callable[[], object] | None = None,
+    ) -> None:
+        """Listens from now on; `served_model_names` is the name of the model unless given.
+
+        Raises:
+            ValueError: an address that is unusable, or public without `allow_public`.
+            OSError: the address cannot be had.
+            EngineClosedError: `llm` is closed.
+        """
+        engine = llm.engine
+        self._llm = llm
+        settings = json.dumps(asdict(engine.config), default=str)
+        self._server = HttpServer(
+            engine.processor,
+            _tokenizer(llm),
+            host=host,
+            port=port,
+            served_model_names=list(served_model_names) or [served_name(engine.config.model)],
+            worker_threads=worker_threads,
+            allow_public=allow_public,
+            settings_json=settings,
+        )
+        self._end = weakref.finalize(self, _end, self._server, on_close)
+
+    @property
+    def host(self) -> str:
+        """The address it listens on."""
+        return self._server.host
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return self._server.port
+
+    @property
+    def url(self) -> str:
+        """Its address as a URL without a path; OpenAI's clients want `/v1` after it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def num_active(self) -> int:
+        """Responses under way."""
+        return self._server.num_active
+
+    def drain(self, timeout_s: float, is_cut: Callable[[], bool] = lambda: False) -> bool:
+        """Refuses new requests and waits for those under way; returns whether all have finished.
+
+        It waits `timeout_s` seconds at most, and no longer once `is_cut()`. What is left then ends
+        with an error.
+        """
+        self._server.drain()
+        deadline = time.monotonic() + timeout_s
+        while not self._server.wait_idle(_DRAIN_INTERVAL_S):
+            if is_cut() or time.monotonic() >= deadline:
+                self._server.cancel_all()
+                self._server.wait_idle(_CUT_WAIT_S)
+                return False
+        return True
+
+    def close(self) -> None:
+        """Ends the server; requests under way are cancelled. Closing twice does no harm."""
+        self._end()
+
+    def __enter__(self) -> RunningServer:
+        """Returns itself; the end of the block calls `close`."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """Calls `close`."""
+        self.close()
+
+
+def _tokenizer(llm: BaseLLM) -> Tokenizer | None:
+    try:
+        return llm.tokenizer
+    except InvalidRequestError:
+        return None  # the model has none: prompts are token ids
+
+
+def _end(server: HttpServer, on_close: Callable[[], object] | None) -> None:
+    server.close()
+    if on_close is not None:
+        on_close()
+
+
+class Serving:
+    """What `serve` returns: `async with` starts the server and ends it."""
+
+    def __init__(self, start: Callable[[], RunningServer], drain_timeout_s: float) -> None:
+        """Starts nothing yet."""
+        self._start = start
+        self._drain_timeout_s = drain_timeout_s
+        self._server: RunningServer | None = None
+
+    async def __aenter__(self) -> RunningServer:
+        """Starts the server."""
+        self._server = self._start()
+        return self._server
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """Lets requests under way finish for `drain_timeout_s` seconds and ends the server."""
+        server, self._server = self._server, None
+        if server is not None:
+            await asyncio.to_thread(server.drain, self._drain_timeout_s)
+            await asyncio.to_thread(server.close)
+
+
+def serve(
+    llm: BaseLLM,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    served_model_name: str | None = None,
+    drain_timeout_s: float = 0.0,
+) -> Serving:
+    """Serves `llm` over HTTP: `async with cbrs.serve(llm, port=0) as server: server.url`.
+
+    Port 0 is one that is free. At the end of the block requests under way may finish for
+    `drain_timeout_s` seconds.
+
+    Raises, when the block is entered, what `RunningServer` raises.
+    """
+
+    def start() -> RunningServer:
+        return llm.serve_in_background(host=host, port=port, served_model_name=served_model_name)
+
+    return Serving(start, drain_timeout_s)
+
+
+def served_name(model: str) -> str:
+    """Returns what a model is called by clients: a path by its last part."""
+    looks_like_path = model.startswith((".", "~", os.sep)) or os.path.exists(model)
+    return os.path.basename(os.path.normpath(model)) if looks_like_path else model

@@ -1,0 +1,116 @@
+//! `HttpServer` as a Python class; everything is done by `cbrs_server`.
+
+use std::io::ErrorKind;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cbrs_server::{EngineHandle, Server, ServerConfig};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::text::{OutputProcessor, Tokenizer};
+
+/// An OpenAI-compatible HTTP server in front of a scheduler, on threads of its own that never run Python.
+///
+/// Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of `served_model_names` stands in
+/// answers; `settings_json` is what `/version` tells of the engine. Raises `ValueError` for an unusable address,
+/// or one that is not loopback without `allow_public`, and `OSError` if it cannot be had.
+#[pyclass(frozen, module = "cbrs")]
+#[derive(Debug)]
+pub(crate) struct HttpServer {
+    inner: Server,
+}
+
+#[pymethods]
+impl HttpServer {
+    #[new]
+    #[pyo3(signature = (processor, tokenizer=None, *, host="127.0.0.1", port=0, served_model_names, worker_threads=None,
+        allow_public=false, settings_json=None))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments of Python
+    fn new(
+        py: Python<'_>,
+        processor: &Bound<'_, OutputProcessor>,
+        tokenizer: Option<&Bound<'_, Tokenizer>>,
+        host: &str,
+        port: u16,
+        served_model_names: Vec<String>,
+        worker_threads: Option<usize>,
+        allow_public: bool,
+        settings_json: Option<String>,
+    ) -> PyResult<Self> {
+        let host: IpAddr = if host == "localhost" { "127.0.0.1" } else { host }
+            .parse()
+            .map_err(|_| PyValueError::new_err(format!("host is {host:?}, but must be an IP address or localhost")))?;
+        if served_model_names.is_empty() {
+            return Err(PyValueError::new_err("served_model_names is empty; give at least one name"));
+        }
+        let default = ServerConfig::default();
+        let config = ServerConfig {
+            host,
+            port,
+            allow_public,
+            served_model_names,
+            engine_settings: settings_json,
+            worker_threads: worker_threads.unwrap_or(default.worker_threads),
+            ..default
+        };
+        let engine = engine(processor.get(), tokenizer.map(Bound::get));
+        let inner = py.detach(|| Server::start(engine, config)).map_err(|error| match error.kind() {
+            ErrorKind::InvalidInput => PyValueError::new_err(format!("{error}; allow_public permits it")),
+            _ => error.into(),
+        })?;
+        Ok(Self { inner })
+    }
+
+    /// The address it listens on.
+    #[getter]
+    fn host(&self) -> String {
+        self.inner.address().ip().to_string()
+    }
+
+    /// The port it listens on.
+    #[getter]
+    fn port(&self) -> u16 {
+        self.inner.address().port()
+    }
+
+    /// Responses under way.
+    #[getter]
+    fn num_active(&self) -> usize {
+        self.inner.num_active()
+    }
+
+    /// Refuses new requests from now on; `/ready` says so. What is under way goes on.
+    fn drain(&self) {
+        self.inner.drain();
+    }
+
+    /// Waits until no response is under way, at most `timeout_s` seconds; returns whether that is so.
+    fn wait_idle(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
+        let timeout = Duration::try_from_secs_f64(timeout_s)
+            .map_err(|_| PyValueError::new_err(format!("timeout_s is {timeout_s}, but must be a number of seconds")))?;
+        Ok(py.detach(|| self.inner.wait_idle(timeout)))
+    }
+
+    /// Ends every request that is under way; streams end with an error event.
+    fn cancel_all(&self, py: Python<'_>) {
+        py.detach(|| self.inner.cancel_all());
+    }
+
+    /// Closes the socket and all connections and joins the threads. Closing twice does no harm.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.inner.close());
+    }
+}
+
+fn engine(processor: &OutputProcessor, tokenizer: Option<&Tokenizer>) -> EngineHandle {
+    let scheduler = processor.scheduler().get();
+    EngineHandle {
+        processor: Arc::clone(processor.inner()),
+        submitter: scheduler.submitter(),
+        tokenizer: tokenizer.map(|tokenizer| tokenizer.inner().clone()),
+        template: tokenizer.and_then(|tokenizer| tokenizer.template().cloned()),
+        clock: scheduler.clock(),
+    }
+}

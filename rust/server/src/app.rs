@@ -1,0 +1,88 @@
+//! What all routes share, and the table of routes.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Router as Routes;
+use axum::routing::{get, post};
+
+use crate::config::ServerConfig;
+use crate::engine::EngineHandle;
+use crate::error::ApiError;
+use crate::health::Health;
+use crate::lifecycle::Lifecycle;
+use crate::names::{IdSource, Names};
+use crate::routes;
+use crate::stream::Router;
+
+/// The state of one server.
+#[derive(Debug)]
+pub(crate) struct App {
+    pub(crate) engine: EngineHandle,
+    pub(crate) config: ServerConfig,
+    pub(crate) router: Router,
+    pub(crate) lifecycle: Lifecycle,
+    pub(crate) health: Health,
+    pub(crate) names: Names,
+    pub(crate) ids: IdSource,
+    /// Seconds since 1970 at which the server started.
+    pub(crate) started: u64,
+}
+
+impl App {
+    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> Self {
+        let health = Health::new(engine.submitter.clone(), config.step_timeout);
+        Self {
+            engine,
+            config,
+            router: Router::new(),
+            lifecycle: Lifecycle::default(),
+            health,
+            names: Names::default(),
+            ids: IdSource::new(),
+            started: unix_time(),
+        }
+    }
+
+    /// The name that answers call the model by.
+    pub(crate) fn model(&self) -> &str {
+        self.config.served_model_names.first().map_or("", String::as_str)
+    }
+
+    /// Refuses a model that is not served.
+    pub(crate) fn check_model(&self, name: &str) -> Result<(), ApiError> {
+        let is_served = self.config.served_model_names.iter().any(|served| served == name);
+        if is_served { Ok(()) } else { Err(ApiError::unknown_model(name)) }
+    }
+
+    /// Ends all requests that are under way, because the server ends.
+    pub(crate) fn cut_all(&self) {
+        for request in self.names.all() {
+            request.cut(&self.engine.submitter);
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_time() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}
+
+/// The table of routes.
+pub(crate) fn routes(app: Arc<App>) -> Routes {
+    Routes::new()
+        .route("/v1/completions", post(routes::completions))
+        .route("/v1/chat/completions", post(routes::chat_completions))
+        .route("/v1/models", get(routes::models))
+        .route("/v1/models/{*id}", get(routes::model))
+        .route("/v1/requests/{id}/cancel", post(routes::cancel))
+        .route("/tokenize", post(routes::tokenize))
+        .route("/detokenize", post(routes::detokenize))
+        .route("/health", get(routes::health))
+        .route("/ready", get(routes::ready))
+        .route("/version", get(routes::version))
+        .route("/stats", get(routes::stats))
+        .fallback(routes::unknown_path)
+        .method_not_allowed_fallback(routes::wrong_method)
+        .with_state(app)
+}

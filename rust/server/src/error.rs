@@ -1,0 +1,231 @@
+//! OpenAI's error object, and what each refusal of the core is on the wire.
+
+use std::borrow::Cow;
+
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
+use cbrs_core::Error;
+use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use hyper::{HeaderMap, StatusCode};
+use serde::Serialize;
+
+/// How the core begins the message of a request whose deadline passed, and of no other.
+const DEADLINE_PASSED: &str = "the deadline passed";
+
+/// Why a request is not answered.
+#[derive(Debug)]
+pub(crate) struct ApiError {
+    pub(crate) status: StatusCode,
+    kind: &'static str,
+    message: String,
+    param: Option<Cow<'static, str>>,
+    code: Option<&'static str>,
+    retry_after_s: Option<u64>,
+}
+
+/// The object as it stands in a body or an event.
+#[derive(Serialize)]
+struct Envelope<'a> {
+    error: Object<'a>,
+}
+
+#[derive(Serialize)]
+struct Object<'a> {
+    message: &'a str,
+    r#type: &'a str,
+    param: Option<&'a str>,
+    code: Option<&'a str>,
+}
+
+impl ApiError {
+    fn new(status: StatusCode, kind: &'static str, message: impl Into<String>, code: Option<&'static str>) -> Self {
+        Self { status, kind, message: message.into(), param: None, code, retry_after_s: None }
+    }
+
+    /// 400 about a parameter.
+    pub(crate) fn invalid(param: impl Into<Cow<'static, str>>, message: impl Into<String>) -> Self {
+        let param = Some(param.into());
+        Self { param, ..Self::bad_request(message) }
+    }
+
+    /// 400 about the body as a whole.
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message, None)
+    }
+
+    /// 400 about a field of OpenAI's that this version has not.
+    pub(crate) fn unsupported(param: impl Into<Cow<'static, str>>, what: &str) -> Self {
+        let param = param.into();
+        let message = format!("{param}: {what} not supported by this version; leave it out");
+        Self { code: Some("unsupported_parameter"), ..Self::invalid(param, message) }
+    }
+
+    /// 404.
+    pub(crate) fn not_found(message: impl Into<String>, code: &'static str) -> Self {
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message, Some(code))
+    }
+
+    /// 404 for a model that is not served.
+    pub(crate) fn unknown_model(name: &str) -> Self {
+        let shown: String = name.chars().take(200).collect();
+        let message = format!("the model {shown:?} is not served here; GET /v1/models lists what is");
+        Self { param: Some("model".into()), ..Self::not_found(message, "model_not_found") }
+    }
+
+    /// A status with a message of its own.
+    pub(crate) fn with_status(status: StatusCode, message: impl Into<String>) -> Self {
+        Self::new(status, "invalid_request_error", message, None)
+    }
+
+    /// 503: nothing will be answered here any more.
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", message, Some("unavailable"));
+        Self { retry_after_s: Some(1), ..error }
+    }
+
+    /// 499: somebody asked for the end of the request.
+    pub(crate) fn cancelled() -> Self {
+        let status = StatusCode::from_u16(499).expect("a status of three digits");
+        Self::new(status, "cancelled", "the request was cancelled", Some("cancelled"))
+    }
+
+    /// What the message of a failed choice says: 504 for a deadline, otherwise 500.
+    pub(crate) fn failed(message: &str) -> Self {
+        if message.starts_with(DEADLINE_PASSED) {
+            Self::new(StatusCode::GATEWAY_TIMEOUT, "timeout", message, Some("deadline_exceeded"))
+        } else {
+            Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message, Some("engine_error"))
+        }
+    }
+
+    /// The same about `to`, if it is about `from`.
+    pub(crate) fn renamed(mut self, from: &str, to: &'static str) -> Self {
+        if self.param.as_deref() == Some(from) && from != to {
+            self.message = self.message.replacen(from, to, 1);
+            self.param = Some(to.into());
+        }
+        self
+    }
+
+    /// The same about entry `index` of the list `param`, if it is about the list.
+    pub(crate) fn at(mut self, param: &str, index: usize) -> Self {
+        if self.param.as_deref() == Some(param) {
+            self.message = format!("{param}[{index}]: {}", self.message);
+            self.param = Some(format!("{param}[{index}]").into());
+        }
+        self
+    }
+
+    /// Appends `{"error": …}`.
+    pub(crate) fn write_json(&self, out: &mut Vec<u8>) {
+        let error = Object { message: &self.message, r#type: self.kind, param: self.param.as_deref(), code: self.code };
+        serde_json::to_writer(out, &Envelope { error }).expect("an object of strings, written to memory");
+    }
+
+    fn headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::with_capacity(3);
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(seconds) = self.retry_after_s {
+            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        headers
+    }
+}
+
+impl From<Error> for ApiError {
+    fn from(error: Error) -> Self {
+        let message = error.to_string();
+        match error {
+            Error::PromptTooLong { .. } => {
+                Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
+            }
+            Error::EmptyPrompt | Error::Tokenizer { .. } => Self::invalid("prompt", message),
+            Error::TokenOutOfVocabulary { field: name, .. }
+            | Error::InvalidParameter { name, .. }
+            | Error::AboveCap { name, .. }
+            | Error::InvalidLength { name, .. }
+            | Error::TooManyEntries { name, .. }
+            | Error::UnusableParameter { name, .. }
+            | Error::UnknownName { what: name, .. }
+            | Error::InvalidNumber { name, .. } => Self::invalid(name, message).renamed("prompt_token_ids", "prompt"),
+            Error::Unsupported { name } => Self { code: Some("unsupported_parameter"), ..Self::invalid(name, message) },
+            Error::ChatTemplate { .. } => Self::invalid("messages", message),
+            Error::QueueFull { .. }
+            | Error::QueuedTokensFull { .. }
+            | Error::TenantQueueFull { .. }
+            | Error::TenantOverRate { .. }
+            | Error::TooManyTenants { .. }
+            | Error::QueueTooLong { .. }
+            | Error::DeadlineUnattainable { .. } => {
+                let code = match error {
+                    Error::TenantOverRate { .. } | Error::TooManyTenants { .. } => "rate_limit_exceeded",
+                    Error::DeadlineUnattainable { .. } => "deadline_unattainable",
+                    _ => "overloaded",
+                };
+                let seconds = error.retry_after_s().unwrap_or(1.0).ceil().clamp(1.0, 86_400.0);
+                let refusal = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message, Some(code));
+                Self { retry_after_s: Some(seconds as u64), ..refusal }
+            }
+            Error::Closed => Self::unavailable("the engine is shutting down"),
+            // Nothing of these is about a request.
+            Error::InvalidConfig { .. }
+            | Error::OutOfMemory { .. }
+            | Error::UnknownPolicy { .. }
+            | Error::WrongStep { .. }
+            | Error::NoBatchInFlight { .. }
+            | Error::MissingResult { .. }
+            | Error::ResultLength { .. }
+            | Error::ResultToken { .. }
+            | Error::ResultTokenStart { .. }
+            | Error::BlockNotHeld { .. } => Self::failed(&message),
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut body = Vec::new();
+        self.write_json(&mut body);
+        let mut response = Response::new(Body::from(body));
+        *response.status_mut() = self.status;
+        *response.headers_mut() = self.headers();
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn json(error: &ApiError) -> serde_json::Value {
+        let mut out = Vec::new();
+        error.write_json(&mut out);
+        serde_json::from_slice(&out).expect("it is JSON")
+    }
+
+    #[test]
+    fn an_overload_tells_whole_seconds_of_at_least_one() {
+        for (seconds, header) in [(0.001, 1), (1.0, 1), (1.2, 2), (1e9, 86_400)] {
+            let error = ApiError::from(Error::QueueFull { limit: 4, retry_after_s: seconds });
+            assert_eq!(error.status, StatusCode::TOO_MANY_REQUESTS);
+            assert_eq!(error.headers()[RETRY_AFTER], HeaderValue::from(header));
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_the_parameter_as_the_wire_does() {
+        let error = Error::TokenOutOfVocabulary { field: "prompt_token_ids", position: 3, token: -1, vocab_size: 10 };
+        let error = json(&ApiError::from(error));
+        assert_eq!(error["error"]["param"], "prompt");
+        assert_eq!(error["error"]["message"], "prompt[3] is -1, but token ids must be in 0..10");
+        assert_eq!(error["error"]["code"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn a_deadline_is_told_from_other_failures() {
+        let late = ApiError::failed("the deadline passed: the request still waited after 3 ms");
+        assert_eq!(late.status, StatusCode::GATEWAY_TIMEOUT);
+        assert_eq!(json(&late)["error"]["code"], "deadline_exceeded");
+        assert_eq!(ApiError::failed("NaN").status, StatusCode::INTERNAL_SERVER_ERROR);
+    }
+}

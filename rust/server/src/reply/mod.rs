@@ -1,0 +1,86 @@
+//! Answers: what updates add up to, written whole or as chunks.
+
+mod chat;
+mod completion;
+mod logprobs;
+mod prompts;
+#[cfg(test)]
+mod tests;
+mod usage;
+pub(crate) mod write;
+
+use cbrs_text::Update;
+
+pub(crate) use chat::ChatAnswer;
+pub(crate) use completion::{CompletionAnswer, Echo};
+pub(crate) use logprobs::TokenTexts;
+pub(crate) use usage::Usage;
+
+use crate::error::ApiError;
+use crate::stream::Ticket;
+
+/// Which parts an answer has, and how it introduces itself.
+#[derive(Debug)]
+pub(crate) struct Outline {
+    pub(crate) id: String,
+    /// Seconds since 1970.
+    pub(crate) created: u64,
+    pub(crate) model: String,
+    pub(crate) num_prompts: usize,
+    /// Choices of each prompt.
+    pub(crate) n: usize,
+    /// Most likely tokens to tell with each token; absent = nothing about them.
+    pub(crate) logprobs: Option<u32>,
+    pub(crate) has_prompt_logprobs: bool,
+    pub(crate) has_token_ids: bool,
+    /// Chunks say `"usage": null`.
+    pub(crate) has_usage: bool,
+    pub(crate) texts: TokenTexts,
+}
+
+impl Outline {
+    /// Appends what follows the choices of a chunk.
+    fn close_chunk(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(if self.has_usage { b"],\"usage\":null}\n\n" } else { b"]}\n\n" });
+    }
+}
+
+/// The answer to a request while it comes.
+pub(crate) trait Answer: Send + Unpin + 'static {
+    /// Takes what is new about a choice of prompt number `prompt`; returns the number of the choice in the answer.
+    fn add(&mut self, prompt: usize, update: Update) -> usize;
+
+    /// Appends what was added to a choice as an event, and forgets it.
+    fn write_chunk(&mut self, choice: usize, out: &mut Vec<u8>);
+
+    /// Appends the event that tells the usage.
+    fn write_usage_chunk(&self, usage: &Usage, out: &mut Vec<u8>);
+
+    /// Appends all that was added.
+    fn write_whole(&mut self, usage: &Usage, out: &mut Vec<u8>);
+}
+
+/// Waits for all of an answer and writes it.
+///
+/// # Errors
+/// Why one of its choices has no proper end; the others are cancelled then.
+pub(crate) async fn collect(mut ticket: Ticket, mut answer: impl Answer) -> Result<Vec<u8>, ApiError> {
+    let (mut updates, mut usage) = (Vec::new(), Usage::default());
+    loop {
+        ticket.take(&mut updates).await;
+        for update in updates.drain(..) {
+            let error = update.end.as_ref().and_then(|end| ticket.end_error(end));
+            let is_over = ticket.note(&update);
+            if let Some(error) = error {
+                return Err(error);
+            }
+            usage.add(&update);
+            answer.add(ticket.prompt(&update), update);
+            if is_over {
+                let mut out = Vec::with_capacity(1024);
+                answer.write_whole(&usage, &mut out);
+                return Ok(out);
+            }
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! `/tokenize` and `/detokenize`.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use cbrs_text::ChatRequest;
+
+use super::{json, read};
+use crate::app::App;
+use crate::engine::apart;
+use crate::error::ApiError;
+use crate::reply::write;
+use crate::wire::{DetokenizeBody, TokenizeBody, TokenizeSource, num_bytes};
+
+/// `POST /tokenize`
+pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    let body: TokenizeBody = read(&app, request).await?;
+    body.model.as_deref().map_or(Ok(()), |model| app.check_model(model))?;
+    let max_inline = app.config.limits.max_inline_bytes;
+    let ids = match body.source()? {
+        TokenizeSource::Prompt { text, add_special_tokens } => {
+            app.engine.encode(text, add_special_tokens, max_inline).await?
+        }
+        TokenizeSource::Messages { messages, add_generation_prompt } => {
+            let request = ChatRequest::from_messages(&messages, add_generation_prompt);
+            app.engine.encode_chat(request, num_bytes(&messages), max_inline).await?
+        }
+    };
+    let mut out = b"{\"count\":".to_vec();
+    write::integer(&mut out, ids.len());
+    out.extend_from_slice(b",\"max_model_len\":");
+    write::integer(&mut out, app.engine.submitter.max_model_len());
+    out.extend_from_slice(b",\"tokens\":");
+    write::ids(&mut out, &ids);
+    out.push(b'}');
+    Ok(json(out))
+}
+
+/// `POST /detokenize`
+pub(crate) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    let body: DetokenizeBody = read(&app, request).await?;
+    body.model.as_deref().map_or(Ok(()), |model| app.check_model(model))?;
+    let Some(tokenizer) = app.engine.tokenizer.clone() else {
+        return Err(ApiError::invalid("tokens", "the model has no tokenizer"));
+    };
+    let ids = body.ids(tokenizer.vocab_size())?;
+    let is_short = ids.len() <= app.config.limits.max_inline_bytes;
+    let decode = move || Ok(tokenizer.decode(&ids, false));
+    let text = if is_short { decode()? } else { apart(decode).await? };
+    let mut out = b"{\"prompt\":".to_vec();
+    write::string(&mut out, &text);
+    out.push(b'}');
+    Ok(json(out))
+}

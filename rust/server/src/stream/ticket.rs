@@ -1,0 +1,148 @@
+//! A response that is wanted: as long as its ticket lives. Dropping an unfinished one cancels what it submitted.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+
+use cbrs_core::{FinishReason, RequestId, Submitter};
+use cbrs_text::{End, Update};
+
+use super::mailbox::Mailbox;
+use crate::app::App;
+use crate::error::ApiError;
+
+/// The requests of the core that one HTTP request became, and its names.
+#[derive(Debug)]
+pub(crate) struct Submitted {
+    id: String,
+    /// What the client calls it.
+    name: Option<String>,
+    requests: Mutex<Vec<RequestId>>,
+    is_cancelled: AtomicBool,
+}
+
+impl Submitted {
+    pub(super) fn new(id: String, name: Option<String>) -> Self {
+        Self { id, name, requests: Mutex::default(), is_cancelled: AtomicBool::new(false) }
+    }
+
+    /// The id that the response carries.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// All its names.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(self.id.as_str()).chain(self.name.as_deref())
+    }
+
+    /// Adds a request that was submitted; it is cancelled at once if all were.
+    pub(super) fn add(&self, request: RequestId, submitter: &Submitter) {
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        requests.push(request);
+        if self.is_cancelled.load(Ordering::Relaxed) {
+            submitter.cancel(request);
+        }
+    }
+
+    /// Asks for the end of all because somebody wants it; returns whether one of them was live.
+    pub(crate) fn cancel(&self, submitter: &Submitter) -> bool {
+        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        // The lock orders it for `add`.
+        self.is_cancelled.store(true, Ordering::Relaxed);
+        cancel(&requests, submitter)
+    }
+
+    /// Asks for the end of all because the server ends, which is what their readers are told.
+    pub(crate) fn cut(&self, submitter: &Submitter) {
+        cancel(&self.requests.lock().unwrap_or_else(PoisonError::into_inner), submitter);
+    }
+}
+
+/// Returns whether one of them was live.
+fn cancel(requests: &[RequestId], submitter: &Submitter) -> bool {
+    requests.iter().filter(|&&request| submitter.cancel(request)).count() > 0
+}
+
+/// Holds a response's place: its names, its mailbox, its count.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    app: Arc<App>,
+    submitted: Arc<Submitted>,
+    mailbox: Arc<Mailbox>,
+    indices: Range<u64>,
+    /// Indices whose last update has not come.
+    num_open: usize,
+}
+
+impl Ticket {
+    /// Counts a request in, under its names.
+    ///
+    /// # Errors
+    /// 503 while the server is draining.
+    pub(super) fn open(app: &Arc<App>, submitted: Submitted, num_prompts: usize) -> Result<Self, ApiError> {
+        if !app.lifecycle.begin() {
+            return Err(ApiError::unavailable("the server is shutting down"));
+        }
+        let (submitted, mailbox) = (Arc::new(submitted), Arc::default());
+        let indices = app.router.open(&mailbox, num_prompts);
+        app.names.add(&submitted);
+        Ok(Self { app: Arc::clone(app), submitted, mailbox, indices, num_open: num_prompts })
+    }
+
+    pub(super) fn indices(&self) -> Range<u64> {
+        self.indices.clone()
+    }
+
+    pub(crate) fn submitted(&self) -> &Submitted {
+        &self.submitted
+    }
+
+    /// Swaps what has come for `empty`; pending while nothing has.
+    pub(crate) fn poll_take(&self, cx: &mut Context<'_>, empty: &mut Vec<Update>) -> Poll<()> {
+        self.mailbox.poll_take(cx, empty)
+    }
+
+    /// Waits for news and swaps it for `empty`.
+    pub(crate) async fn take(&self, empty: &mut Vec<Update>) {
+        std::future::poll_fn(|cx| self.poll_take(cx, empty)).await;
+    }
+
+    /// Number of the prompt that an update is about.
+    pub(crate) fn prompt(&self, update: &Update) -> usize {
+        (update.index - self.indices.start) as usize
+    }
+
+    /// Notes that an update was read; returns whether it was the last one.
+    pub(crate) fn note(&mut self, update: &Update) -> bool {
+        self.num_open -= usize::from(update.is_last);
+        self.num_open == 0
+    }
+
+    /// Why a choice has no proper end, if it has none.
+    pub(crate) fn end_error(&self, end: &End) -> Option<ApiError> {
+        end_error(end, self.submitted.is_cancelled.load(Ordering::Relaxed))
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if self.num_open > 0 {
+            self.submitted.cut(&self.app.engine.submitter);
+        }
+        self.app.names.remove(&self.submitted);
+        self.app.router.close(self.indices.clone());
+        self.app.lifecycle.end();
+    }
+}
+
+/// Why a choice has no proper end, if it has none; `is_cancelled`: somebody asked for it.
+pub(crate) fn end_error(end: &End, is_cancelled: bool) -> Option<ApiError> {
+    match end.finish_reason {
+        FinishReason::Stop | FinishReason::Length => None,
+        FinishReason::Cancelled if is_cancelled => Some(ApiError::cancelled()),
+        FinishReason::Cancelled => Some(ApiError::unavailable("the server or its engine is shutting down")),
+        FinishReason::Error => Some(ApiError::failed(end.error.as_deref().unwrap_or("the engine failed"))),
+    }
+}

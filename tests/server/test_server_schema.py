@@ -1,0 +1,89 @@
+"""Every answer fits OpenAI's schemas, and every field of the two request schemas is known."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai_schema import Schemas
+from server_kit import MESSAGES, Client
+
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+# A running choice has no reason yet, and chunks before the usage say so; the schemas of whole
+# answers, which these chunks share, do not know it. The first token of a prompt has no probability.
+NULLS = frozenset(
+    {
+        "usage",
+        "choices[].finish_reason",
+        "choices[].logprobs.token_logprobs[]",
+        "choices[].logprobs.top_logprobs[]",
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def schemas(cbrs_data: Path) -> Schemas:
+    return Schemas(cbrs_data / "conformance" / "openai_schema_facts.json")
+
+
+def test_the_checker_finds_what_is_wrong(schemas: Schemas) -> None:
+    model = {"id": "m", "object": "model", "created": 1, "owned_by": "x"}
+    assert schemas.errors("Model", model) == []
+    for wrong in ({**model, "created": "1"}, {**model, "object": "list"}, {"id": "m"}, []):
+        assert schemas.errors("Model", wrong)
+
+
+def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    usage = {"include_usage": True}
+    for extra in ({}, {"n": 2}, {"stop": " fox"}, {"return_token_ids": True}):
+        yield COMPLETIONS, {"prompt": "One", "max_tokens": 9, **extra}
+        yield CHATS, {"messages": MESSAGES, "max_tokens": 9, **extra}
+    yield COMPLETIONS, {"prompt": ["One", "Two"], "max_tokens": 2, "logprobs": 2, "echo": True}
+    yield CHATS, {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    yield CHATS, {"messages": MESSAGES, "max_tokens": 3, "stream_options": usage}
+    yield COMPLETIONS, {"prompt": "One", "max_tokens": 3, "stream_options": usage}
+
+
+@pytest.mark.parametrize(("path", "body"), list(bodies()))
+def test_answers_and_chunks_fit(
+    client: Client, schemas: Schemas, path: str, body: dict[str, Any]
+) -> None:
+    whole, chunk = (
+        ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse")
+        if path == CHATS
+        else ("CreateCompletionResponse", "CreateCompletionResponse")
+    )
+    if "stream_options" not in body:
+        nulls = NULLS if body.get("echo") else frozenset[str]()
+        assert schemas.errors(whole, client.ok(path, **body), nulls) == []
+    for event in client.chunks(path, **body):
+        assert schemas.errors(chunk, event, NULLS) == []
+
+
+def test_other_answers_fit(client: Client, schemas: Schemas) -> None:
+    assert schemas.errors("ListModelsResponse", client.get("/v1/models").json()) == []
+    assert schemas.errors("Model", client.get("/v1/models/null").json()) == []
+    refused = client.post(COMPLETIONS, {"model": "null"})
+    assert schemas.errors("ErrorResponse", refused.json()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(COMPLETIONS, "CreateCompletionRequest"), (CHATS, "CreateChatCompletionRequest")],
+)
+def test_every_field_of_the_request_schema_is_known(
+    client: Client, schemas: Schemas, path: str, name: str
+) -> None:
+    base = {"model": "null", "max_tokens": 1}
+    base |= {"messages": MESSAGES} if path == CHATS else {"prompt": "One"}
+    for field in schemas.by_name[name]["properties"]:
+        # What every field takes is null, but for those that a request must have.
+        response = client.post(path, {**base, field: None})
+        if response.status_code != 200:
+            assert response.json()["error"]["param"] == field
+            assert field in schemas.by_name[name]["required"], response.text
+        # No field takes this. One that is not known would be called unknown.
+        error = client.error(path, {**base, field: [{"no": ["such", "value"]}]})
+        assert error["param"].split("[")[0].split(".")[0] == field
+        assert f"unknown field `{field}`" not in error["message"]
