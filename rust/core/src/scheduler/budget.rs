@@ -42,9 +42,9 @@ pub(super) struct Pace {
     pub(super) predicted_step_ns: u64,
     /// Latency targets of decoding sequences, in microseconds, with how many have each.
     targets: BTreeMap<u32, u32>,
-    /// A prompt got nothing in the plan being made for lack of time.
-    pub(super) has_denied_prompt: bool,
-    /// Plans in a row without a chunk of a prompt, though there was one.
+    /// The highest class of which a prompt got nothing in the plan being made for lack of time.
+    denied: Option<Class>,
+    /// Plans in a row in which there was such a one, and no chunk for its class or a higher one.
     pub(super) num_without_prefill: u32,
     /// Steps that batch decodes were owed and did not get, times `max_batch_pause_steps`.
     batch_credit: u64,
@@ -128,6 +128,16 @@ impl Pace {
     /// Step in which the batch decode in a row ran last.
     pub(super) fn batch_ran(&self, row: u32) -> u64 {
         self.batch_ran[row as usize].max(self.all_batch_ran)
+    }
+
+    /// A prompt of a class gets nothing in the plan being made, for lack of time.
+    pub(super) fn deny(&mut self, class: Class) {
+        self.denied = Some(self.denied.map_or(class, |denied| denied.min(class)));
+    }
+
+    /// A plan is made: the highest class that was denied a chunk in it, if any.
+    pub(super) fn take_denied(&mut self) -> Option<Class> {
+        self.denied.take()
     }
 
     pub(super) fn chunk_ns(&self, start: usize, num_tokens: usize) -> f64 {

@@ -113,7 +113,7 @@ impl Scheduler {
                 break;
             }
             if *num_tokens == 0 {
-                self.pace.has_denied_prompt = true;
+                self.pace.deny(class);
                 break;
             }
             let waiter = self.first_waiter(turn.flow).filter(|&waiter| self.may_start(turn.flow, waiter, is_paused));

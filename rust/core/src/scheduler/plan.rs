@@ -6,6 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 use super::admit::Look;
 use super::aging::Kept;
@@ -106,7 +107,7 @@ impl Scheduler {
         }
         let num_pieces = self.pieces.len();
         self.plan_shielded(&mut budget, kept_for_aged);
-        let num_shielded_pieces = self.pieces.len() - num_pieces;
+        let shielded_pieces = num_pieces..self.pieces.len();
         let may_admit_batch = may_admit(self, Class::Batch);
         self.plan_prompts(Class::Batch, &mut budget, &mut None, may_admit_batch, is_paused);
         if budget.is_timed() && self.planned_lanes.len() == 0 && self.pieces.is_empty() {
@@ -118,7 +119,7 @@ impl Scheduler {
             }
         }
         self.end_admission();
-        self.note_left_out(self.pieces.len() > num_shielded_pieces);
+        self.note_left_out(shielded_pieces);
     }
 
     /// Tokens of this step that belong to batch decodes if all lanes take turns: their part, as evenly as whole tokens can be.
@@ -138,11 +139,15 @@ impl Scheduler {
         !self.prefilling[class as usize].is_empty() || self.flows.may_wait(class)
     }
 
-    /// Keeps count of those who had to wait.
-    fn note_left_out(&mut self, has_prefilled: bool) {
-        let pace = &mut self.pace;
-        let is_denied = std::mem::take(&mut pace.has_denied_prompt) && !has_prefilled;
-        pace.num_without_prefill = if is_denied { pace.num_without_prefill + 1 } else { 0 };
+    /// Keeps count of those who had to wait. What shielded prompts got of what was kept for them is nobody else's.
+    fn note_left_out(&mut self, shielded_pieces: Range<usize>) {
+        let denied = self.pace.take_denied();
+        let is_served = |class: Class| {
+            let mut pieces = self.pieces.iter().enumerate().filter(|(index, _)| !shielded_pieces.contains(index));
+            pieces.any(|(_, piece)| self.order(piece.row).class() <= class)
+        };
+        let is_denied = denied.is_some_and(|class| !is_served(class));
+        self.pace.num_without_prefill = if is_denied { self.pace.num_without_prefill + 1 } else { 0 };
     }
 
     /// Schedules prompts (or recomputed tokens) of a class that are under way, and admits newcomers, while the budget lasts.
@@ -191,7 +196,9 @@ impl Scheduler {
             return None;
         }
         if self.is_spent(budget) {
-            self.pace.has_denied_prompt |= self.flows.may_wait(class);
+            if self.flows.may_wait(class) {
+                self.pace.deny(class);
+            }
             return None;
         }
         self.flows.peek(class)
@@ -240,7 +247,8 @@ impl Scheduler {
         let wanted = self.config.max_chunk_tokens().min(num_remaining);
         let num_tokens = self.chunk_limit(budget, start, wanted);
         if num_tokens == 0 {
-            self.pace.has_denied_prompt = true;
+            let class = self.order(row).class();
+            self.pace.deny(class);
             return 0;
         }
         let (num_tokens, num_prompt_logits) = self.plan_prompt_logits(row, num_tokens);

@@ -33,6 +33,19 @@ fn a_displaced_batch_request_resumes_and_ends_beside_a_flood() {
 }
 
 #[test]
+fn later_choices_of_a_batch_request_end_beside_a_flood() {
+    let mut rig = Rig::fair(config(4, 512), |rules| rules.aging_s = 0.2);
+    let spec = cbrs_core::RequestSpec { n: 4, ..request(Class::Batch, "", 1, 40) };
+    let batch = rig.submit(spec, 8).expect("it fits");
+    rig.step();
+    rig.step();
+    flood(&mut rig, 20 * SECOND_NS, batch, (10, 16, 8));
+    let num_tokens: Vec<usize> = rig.requests[&batch].choices.iter().map(|choice| choice.num_tokens).collect();
+    assert!(rig.requests[&batch].end.is_some(), "its choices have {num_tokens:?} tokens");
+    rig.drain();
+}
+
+#[test]
 fn a_batch_prompt_that_has_started_is_computed_beside_a_flood_of_prompts() {
     let mut rig = Rig::fair(config(64, 2048), |rules| rules.aging_s = 0.2);
     let batch = rig.submit(request(Class::Batch, "", 1, 2000), 2).expect("it fits");

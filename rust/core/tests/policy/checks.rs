@@ -219,12 +219,14 @@ impl Rig {
     /// Whoever got nothing for so long that it is aged gets a share of the tokens from then on.
     fn check_shielded(&mut self, changes: &Changes, batch: &BTreeMap<ChoiceId, usize>) {
         let num_aged = self.submitter().stats().num_aged_starts - changes.stats_before.num_aged_starts;
+        // The core counts in whole milliseconds.
         let (now_ns, aging_ns) = (self.now_ns, self.aging_ns() + 1_000_000);
         let mut wanted = 0;
         let mut given = 0;
         let started: BTreeSet<u64> = changes.started.iter().map(|&(id, _)| id).collect();
         for (&id, known) in self.requests.iter_mut().filter(|(_, known)| known.end.is_none()) {
-            known.may_be_shielded |= num_aged > 0 && started.contains(&id);
+            let age_ns = now_ns - known.touched_ns;
+            known.may_be_shielded |= num_aged > 0 && started.contains(&id) || age_ns + 2_000_000 >= aging_ns;
             let prompts: Vec<usize> = (0..known.choices.len())
                 .filter(|&at| known.choices[at].row.is_some() && !known.choices[at].is_decoding)
                 // The last token of a prompt is planned like a decode.
@@ -233,7 +235,7 @@ impl Rig {
             if known.class == Class::Interactive || prompts.is_empty() {
                 continue;
             }
-            known.is_shielded |= now_ns - known.touched_ns >= aging_ns && !started.contains(&id);
+            known.is_shielded |= age_ns >= aging_ns && !started.contains(&id);
             if known.is_shielded || known.may_be_shielded {
                 given += prompts.iter().filter_map(|&at| batch.get(&(id, at))).sum::<usize>();
             }

@@ -12,6 +12,7 @@
 //! | `pace` | budgets in time |
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
 //! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
+//! | `starvation` | the bounds on waits while others go on coming |
 //! | `random` | random policies and operations, each step checked by the rig |
 
 #[path = "../behaviour/rng.rs"]
@@ -27,4 +28,5 @@ mod misfits;
 mod pace;
 mod random;
 mod rig;
+mod starvation;
 mod tenants;

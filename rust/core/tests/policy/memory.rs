@@ -111,10 +111,26 @@ fn d12_a_large_request_is_passed_by_small_ones_and_then_by_nobody() {
         (0..60).map(|seed| rig.submit(request(Class::Standard, "", 20 + seed, 10), 30).expect("it fits")).collect();
     rig.step();
     assert!(rig.is_running(small[0]), "a small one starts in the next step");
-    rig.drain();
-    let place = |id: u64| rig.requests[&id].first_step.expect("it ran");
-    let num_before = small.iter().filter(|&&id| place(id) < place(large)).count();
+    let is_over = |rig: &Rig, id: &u64| rig.requests[id].end.is_some();
+    let mut fits_since = None;
+    while rig.requests[&large].first_step.is_none() {
+        // 32 of 40 blocks, and one for each that runs and may grow.
+        let num_running = (rig.requests.keys().filter(|&&id| rig.is_running(id))).count();
+        if fits_since.is_none() && rig.scheduler.pool().num_available() >= 33 + num_running {
+            fits_since = Some(rig.step_id);
+        }
+        rig.step();
+        let num_before = small.iter().filter(|id| rig.requests[id].first_step.is_some()).count();
+        assert!(num_before <= 16 || rig.requests[&large].first_step.is_some(), "{num_before} passed it");
+    }
+    // It starts in the plan after so much was given back; at the latest when all who started before it have ended.
+    let start = rig.requests[&large].first_step.expect("it ran");
+    assert!(fits_since.is_none_or(|step| start <= step + 1), "it fits since step {fits_since:?} and starts in {start}");
+    assert!(start <= 1 + 90 + 4 * 30, "step {start}: as long as those that run, one after another");
+    let num_before = small.iter().filter(|&id| rig.requests[id].first_step.is_some_and(|step| step < start)).count();
     assert!((1..=16).contains(&num_before), "{num_before} passed it");
+    assert!(!small.iter().all(|id| is_over(&rig, id)), "others still wait");
+    rig.drain();
 }
 
 #[test]

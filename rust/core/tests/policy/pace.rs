@@ -3,7 +3,7 @@
 use cbrs_core::policy::Class;
 use cbrs_core::{RequestSpec, SchedulerConfig};
 
-use crate::rig::{CPU, GPU, Rig, config, request};
+use crate::rig::{CPU, GPU, Profile, Rig, config, request};
 
 fn large() -> SchedulerConfig {
     SchedulerConfig { max_num_batched_tokens: 8192, max_model_len: 60_000, ..config(80, 40_000) }
@@ -113,6 +113,60 @@ fn a_prompt_gets_its_chunk_in_every_eighth_step_beside_a_shielded_one() {
         num_shielded += rig.scheduled(shielded);
     }
     assert!(num_shielded > 0, "and the shielded one goes on");
+}
+
+/// A long context makes each chunk of it dear, while the short prompts of lower classes would fit the time that is left.
+#[test]
+fn cheap_chunks_of_lower_classes_are_none_of_the_highest_one() {
+    let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 512, ..large() });
+    rig.profile = Profile { a: 5_000_000, b: 30_000, c: 4_000 };
+    let _ids = decoding(&mut rig, 4, None);
+    let spec = RequestSpec { target_itl_ms: Some(16.0), ..request(Class::Standard, "", 800, 10) };
+    let hasty = rig.submit(spec, 3000).expect("it fits");
+    while rig.requests[&hasty].tokens.len() < 5 {
+        rig.step();
+    }
+    let long = rig.submit(request(Class::Interactive, "", 900, 3000), 2).expect("it fits");
+    let (mut without, mut longest) = (0, 0);
+    let mut num_steps = 0;
+    while rig.requests[&long].tokens.is_empty() {
+        for seed in 0..2 {
+            rig.submit(request(Class::Batch, "", 10_000 + 2 * num_steps + seed, 40), 2).expect("it fits");
+        }
+        rig.step();
+        num_steps += 1;
+        without = if rig.scheduled(long) == 0 { without + 1 } else { 0 };
+        longest = longest.max(without);
+        assert!(without < 8, "it gets nothing for {without} steps");
+    }
+    assert!(longest > 1, "it was never denied in {num_steps} steps");
+    rig.requests.retain(|_, known| known.end.is_none());
+}
+
+/// Token budget > d > m > latency target.
+#[test]
+fn decodes_come_before_the_chunk_that_is_due_and_the_token_budget_before_both() {
+    let config = SchedulerConfig { max_num_batched_tokens: 4, ..config(8, 400) };
+    let mut rig = Rig::fair(config, |_| ());
+    let spec = |seed| RequestSpec { target_itl_ms: Some(1.0), ..request(Class::Standard, "", seed, 3) };
+    let ids: Vec<u64> = (0..4).map(|seed| rig.submit(spec(seed), 300).expect("it fits")).collect();
+    while ids.iter().any(|id| rig.requests[id].tokens.is_empty()) {
+        rig.step();
+    }
+    let prompt = rig.submit(request(Class::Interactive, "", 9, 40), 2).expect("it fits");
+    for _ in 0..30 {
+        rig.step();
+        assert!(ids.iter().all(|&id| rig.scheduled(id) == 1) && rig.scheduled(prompt) == 0, "d before m");
+    }
+    // One decode less: a token of the budget is left for the chunk that is due, whatever the target.
+    rig.cancel(ids[0]);
+    let mut num_tokens = Vec::new();
+    for _ in 0..24 {
+        rig.step();
+        num_tokens.push(rig.scheduled(prompt));
+    }
+    assert_eq!(num_tokens.iter().sum::<usize>(), 3, "m before the target: {num_tokens:?}");
+    rig.drain();
 }
 
 #[test]
