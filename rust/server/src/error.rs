@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn an_overload_tells_whole_seconds_of_at_least_one() {
         for (seconds, header) in [(0.001, 1), (1.0, 1), (1.2, 2), (1e9, 86_400)] {
-            let error = ApiError::from(Error::QueueFull { limit: 4, retry_after_s: seconds });
+            let error = ApiError::from(Error::QueueFull { queued: 4, limit: 4, retry_after_s: seconds });
             assert_eq!(error.status, StatusCode::TOO_MANY_REQUESTS);
             assert_eq!(error.headers()[RETRY_AFTER], HeaderValue::from(header));
         }

@@ -29,6 +29,7 @@ pub(crate) type ChoiceId = (u64, usize);
 
 /// What is known of a choice.
 #[derive(Debug, Clone, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts, not a state")]
 pub(crate) struct Choice {
     pub(crate) num_tokens: usize,
     pub(crate) has_ended: bool,
@@ -49,6 +50,7 @@ pub(crate) struct Choice {
 
 /// What is known of a request.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts, not a state")]
 pub(crate) struct Known {
     pub(crate) class: Class,
     pub(crate) tenant: Option<Arc<str>>,

@@ -84,11 +84,9 @@ fn flood(seed: u64, has_ample_memory: bool) -> u64 {
 #[test]
 fn nobody_starves_whatever_the_policy() {
     let longest: Vec<u64> = (0..12).map(|seed| flood(seed, true)).collect();
-    println!("{longest:?}");
 }
 
 #[test]
 fn nobody_starves_where_memory_is_scarce() {
     let longest: Vec<u64> = (100..112).map(|seed| flood(seed, false)).collect();
-    println!("{longest:?}");
 }
