@@ -225,7 +225,7 @@ impl Rig {
         let mut given = 0;
         let started: BTreeSet<u64> = changes.started.iter().map(|&(id, _)| id).collect();
         for (&id, known) in self.requests.iter_mut().filter(|(_, known)| known.end.is_none()) {
-            let age_ns = now_ns - known.touched_ns;
+            let age_ns = now_ns.saturating_sub(known.touched_ns);
             known.may_be_shielded |= num_aged > 0 && started.contains(&id) || age_ns + 2_000_000 >= aging_ns;
             let prompts: Vec<usize> = (0..known.choices.len())
                 .filter(|&at| known.choices[at].row.is_some() && !known.choices[at].is_decoding)
