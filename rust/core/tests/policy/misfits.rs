@@ -1,5 +1,6 @@
 //! Many tenants whose requests lack memory, and those who would fit behind them.
 
+use cbrs_core::SchedulerConfig;
 use cbrs_core::policy::{Admission, Class, PolicyConfig};
 
 use crate::rig::{Rig, config, request};
@@ -108,6 +109,32 @@ fn many_tenants_come_and_go_where_memory_is_scarce() {
                 _ => rig.step(),
             }
         }
+        rig.drain();
+    }
+}
+
+/// The rig counts who overtakes whom; here that is tried as often as possible.
+#[test]
+fn nobody_is_overtaken_more_than_k_times_whatever_k() {
+    for max_overtakes in [0, 1, 2, 3, 5, 9, 16] {
+        let mut rng = Rng::new(u64::from(max_overtakes));
+        let config = SchedulerConfig { enable_prefix_caching: false, ..config(12, 40) };
+        let mut rig = Rig::fair(config, |rules| {
+            rules.admission = Admission::Prompt;
+            rules.max_overtakes = max_overtakes;
+            rules.aging_s = 1e3;
+        });
+        let mut most = 0;
+        for _ in 0..1500 {
+            if rig.requests.len() < 40 {
+                let len = if rng.one_in(8) { rng.within(300, 550) } else { rng.within(1, 20) };
+                rig.submit(request(Class::Standard, "", rng.next(), len), rng.within(1, 20)).expect("it fits alone");
+            }
+            rig.step();
+            most = rig.requests.values().map(|known| known.overtakes.iter().sum()).fold(most, u32::max);
+            rig.requests.retain(|_, known| known.end.is_none());
+        }
+        assert_eq!(most, u32::from(max_overtakes), "that many small ones would fit before a large one");
         rig.drain();
     }
 }
