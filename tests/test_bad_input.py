@@ -157,7 +157,7 @@ def test_a_malformed_prompt_file_names_the_line(refused, tmp_path, content, mess
     "arguments",
     [
         [],
-        ["serve"],
+        ["serve", "null", "--port", "many"],
         ["generate"],
         ["generate", "null"],
         ["generate", "null", "--prompt", "a", "--file", "b"],
@@ -167,7 +167,7 @@ def test_a_malformed_prompt_file_names_the_line(refused, tmp_path, content, mess
         ["pull", "--list", "smollm2-135m-instruct"],
         ["info", "null"],
         ["chat"],
-        ["bench"],
+        ["bench", "--url"],
     ],
 )
 def test_wrong_arguments_are_one_line_that_names_the_help(capsys, arguments):

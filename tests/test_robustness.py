@@ -274,8 +274,11 @@ def test_the_wall_clock_may_jump(make_llm, make_async_llm, monkeypatch):
         assert all(latency >= 0 for latency in metrics.inter_token_latencies_s)
 
 
-def test_nothing_but_the_date_of_chat_templates_reads_the_wall_clock():
-    """The kernel's clock cannot be set in a test: that nobody looks at it can be seen."""
+def test_nothing_but_dates_that_are_shown_reads_the_wall_clock():
+    """The date of chat templates and the `created` of answers.
+
+    The kernel's clock cannot be set in a test: that nobody else looks at it can be seen.
+    """
     wall_clock = re.compile(
         r"\bSystemTime\b|\bUNIX_EPOCH\b|\btime\.time(_ns)?\(|\bdatetime\.|\btime\.(local|gm)time\b"
     )
@@ -284,7 +287,7 @@ def test_nothing_but_the_date_of_chat_templates_reads_the_wall_clock():
         pytest.skip("the sources are not here")
     assert any("Instant" in path.read_text(encoding="utf-8") for path in sources)
     readers = {path.name for path in sources if wall_clock.search(path.read_text(encoding="utf-8"))}
-    assert readers == {"template.rs", "strftime.rs"}
+    assert readers == {"template.rs", "strftime.rs", "app.rs"}
 
 
 def break_core(scheduler):
