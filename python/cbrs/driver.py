@@ -96,7 +96,7 @@ class Call:
             try:
                 self._submit_rest()
             except OverloadedError as error:
-                if error.reason == "deadline":
+                if error.reason == "deadline" or error.retry_after_s is None:
                     time_s = self._scheduler.time_ns() / 1e9
                     self.refused[len(self.request_ids)] = Refusal(str(error), time_s)
                     self.request_ids.append(0)
