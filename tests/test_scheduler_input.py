@@ -32,6 +32,30 @@ def test_prompts_may_be_any_integers_and_nothing_else():
     assert_drained(scheduler)
 
 
+def test_a_list_may_mix_integers_of_all_kinds_and_change_while_it_is_read():
+    class Shrinking:
+        def __index__(self) -> int:
+            del prompt[3:]
+            return 3
+
+    class Subclass(int):
+        pass
+
+    scheduler = make_scheduler()
+    mixed = scheduler.submit([1, Subclass(2), np.int64(3), 4], max_tokens=1)
+    prompt = [1, 2, Shrinking(), 4, 5]
+    shrunk = scheduler.submit(prompt, max_tokens=1)
+    with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[3\]") as refusal:
+        scheduler.submit([1, 2, 3, 2**40, "x"])
+    assert refusal.value.param == "prompt_token_ids"
+    batch = scheduler.step()
+    tokens = dict(zip(batch.request_ids, np.split(batch.token_ids, [4]), strict=True))
+    assert {name: ids.tolist() for name, ids in tokens.items()} == {
+        mixed: [1, 2, 3, 4],
+        shrunk: [1, 2, 3],
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "param"),
     [

@@ -39,19 +39,47 @@ pub(crate) fn wrong_type(name: &str, expected: &str, value: &Bound<'_, PyAny>) -
     PyTypeError::new_err(format!("{name} must be {expected}, not {}", type_name(value)))
 }
 
-/// The value of an `int` (no subclass) of at most 64 bits: the common item of a list, read with one call.
+/// The value of an `int` (no subclass) of at most 64 bits.
+///
+/// # Safety
+/// `value` is a live object.
 #[inline]
-fn plain_integer(value: &Bound<'_, PyAny>) -> Option<i64> {
-    // SAFETY: `value` is a live object, and for an exact `int` the conversion runs no Python code and raises nothing.
-    #[allow(unsafe_code)]
+#[allow(unsafe_code)]
+unsafe fn plain_integer(value: *mut ffi::PyObject) -> Option<i64> {
+    // SAFETY: `value` is live, and for an exact `int` the conversion runs no Python code and raises nothing.
     unsafe {
-        if ffi::PyLong_CheckExact(value.as_ptr()) == 0 {
+        if ffi::PyLong_CheckExact(value) == 0 {
             return None;
         }
         let mut overflow = 0;
-        let number = ffi::PyLong_AsLongLongAndOverflow(value.as_ptr(), &raw mut overflow);
+        let number = ffi::PyLong_AsLongLongAndOverflow(value, &raw mut overflow);
         (overflow == 0).then_some(number)
     }
+}
+
+/// Reads a list from its start for as long as its items are plain integers that fit: the common case, without a reference taken.
+fn plain_integers(list: &Bound<'_, PyList>) -> Vec<i32> {
+    let len = list.len();
+    let mut ids = Vec::with_capacity(len);
+    for position in 0..len {
+        // SAFETY: `position` is below the length, which nothing changes: no Python code runs in between and the GIL is held. The item is
+        // the list's, so it is live.
+        #[allow(unsafe_code)]
+        let number = unsafe { plain_integer(ffi::PyList_GetItem(list.as_ptr(), position as ffi::Py_ssize_t)) };
+        let Some(Ok(id)) = number.map(i32::try_from) else { break };
+        ids.push(id);
+    }
+    ids
+}
+
+/// Reads a list of integers.
+fn list_token_ids(list: &Bound<'_, PyList>, field: &'static str) -> PyResult<Vec<i32>> {
+    let mut ids = plain_integers(list);
+    // Whatever else converts to an integer may run code of its own, which may change the list.
+    for (position, item) in list.iter().enumerate().skip(ids.len()) {
+        ids.push(narrow(integer(&item, field)?, field, position)?);
+    }
+    Ok(ids)
 }
 
 /// Copies a contiguous int32 array of one dimension into `copy`, replacing what it holds; returns whether `value` is one.
@@ -83,6 +111,9 @@ pub(crate) fn token_ids(value: &Bound<'_, PyAny>, field: &'static str) -> PyResu
     if copy_int32(value, &mut ids) {
         return Ok(ids);
     }
+    if let Ok(list) = value.cast::<PyList>() {
+        return list_token_ids(list, field);
+    }
     if let Ok(buffer) = PyBuffer::<i32>::get(value) {
         return one_dimension(&buffer, field).and_then(|()| buffer.to_vec(py));
     }
@@ -90,17 +121,6 @@ pub(crate) fn token_ids(value: &Bound<'_, PyAny>, field: &'static str) -> PyResu
         one_dimension(&buffer, field)?;
         let wide = buffer.to_vec(py)?;
         return wide.iter().enumerate().map(|(position, &token)| narrow(token, field, position)).collect();
-    }
-    if let Ok(list) = value.cast::<PyList>() {
-        let mut ids = Vec::with_capacity(list.len());
-        for (position, item) in list.iter().enumerate() {
-            let token = match plain_integer(&item) {
-                Some(token) => token,
-                None => integer(&item, field)?,
-            };
-            ids.push(narrow(token, field, position)?);
-        }
-        return Ok(ids);
     }
     let items = value.try_iter().map_err(|_| {
         PyTypeError::new_err(format!("{field} must be an int32 array or a list of integers, not {}", type_name(value)))
