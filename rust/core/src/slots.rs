@@ -1,10 +1,12 @@
 //! `SlotTable`: who is alive. A fixed table of request slots; an id names a slot and the generation that lives in it.
 //!
 //! ```text
-//! states[slot]  u64   generation << 32 | cancelled << 1 | live
-//! next[slot]    u32   the free slot below this one, or NONE; meaningful while this slot is free
+//! states[slot]  u64   (generation - 1) << 32 | cancelled << 1 | live
+//! next[slot]    u32   the free slot below this one, or NONE, less `slot + 1`; meaningful while this slot is free
 //! free          u64   tag << 32 | topmost free slot, or NONE
 //! ```
+//!
+//! So a table of zeros is one of free slots, each with the following one below it, and takes no memory until slots are used.
 //!
 //! Generation and flags share one word, so "is it still that request" and "was it not cancelled before" are one
 //! compare-exchange. The free list is a stack (R. K. Treiber's) of indices; every acquire changes the tag, so that an
@@ -17,7 +19,7 @@
 use crossbeam_utils::CachePadded;
 
 use crate::request::RequestId;
-use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, AtomicUsize, Ordering, ZeroedTable};
 
 const LIVE: u64 = 1;
 const CANCELLED: u64 = 2;
@@ -51,13 +53,16 @@ impl SlotTable {
     /// If `num_slots` is above 2^32 - 2.
     pub fn new(num_slots: usize) -> Self {
         assert!(num_slots < NONE as usize, "{num_slots} request slots, but at most {} are possible", NONE - 1);
-        let end = num_slots as u32;
-        let link = |index| if index < end { index } else { NONE };
+        let first = if num_slots == 0 { NONE } else { 0 };
+        let next = AtomicU32::zeroed_table(num_slots);
+        if let Some(last) = next.last() {
+            last.store(relative(NONE, num_slots as u32 - 1), Ordering::Relaxed);
+        }
         Self {
-            free: CachePadded::new(AtomicU64::new(u64::from(link(0)))),
+            free: CachePadded::new(AtomicU64::new(u64::from(first))),
             num_free: CachePadded::new(AtomicUsize::new(num_slots)),
-            states: (0..end).map(|_| AtomicU64::new(1 << 32)).collect(),
-            next: (1..=end).map(|next| AtomicU32::new(link(next))).collect(),
+            states: AtomicU64::zeroed_table(num_slots),
+            next,
         }
     }
 
@@ -72,7 +77,7 @@ impl SlotTable {
                 return None;
             }
             // Relaxed: if another thread takes the slot meanwhile, this may be stale, and the exchange fails by the tag.
-            let below = self.next[index as usize].load(Ordering::Relaxed);
+            let below = self.next[index as usize].load(Ordering::Relaxed).wrapping_add(index + 1);
             let tag = (free >> 32).wrapping_add(1);
             let rest = tag << 32 | u64::from(below);
             // Relaxed on success: it hands out nothing, and as an exchange it keeps earlier releases visible.
@@ -85,7 +90,7 @@ impl SlotTable {
         let state = &self.states[index as usize];
         // Relaxed: the slot is ours, and who gets the id gets it from us, after this store. A cancel with a stale or
         // invented id changes nothing while the live bit is unset.
-        let generation = (state.load(Ordering::Relaxed) >> 32) as u32;
+        let generation = (state.load(Ordering::Relaxed) >> 32) as u32 + 1;
         state.store(live_state(generation), Ordering::Relaxed);
         Some(RequestId::new(generation, index))
     }
@@ -121,7 +126,7 @@ impl SlotTable {
         let mut state = slot_state.load(Ordering::Relaxed);
         loop {
             assert!(state & !CANCELLED == live_state(generation), "{id:?} was released, but is not live");
-            let dead = u64::from(next_generation) << 32;
+            let dead = state_of(next_generation);
             // Relaxed: the free list publishes the word. Fails at most once in earnest, for a cancel that came between.
             match slot_state.compare_exchange_weak(state, dead, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => break,
@@ -132,7 +137,7 @@ impl SlotTable {
         self.num_free.fetch_add(1, Ordering::Relaxed);
         let mut free = self.free.load(Ordering::Relaxed);
         loop {
-            self.next[index as usize].store(free as u32, Ordering::Relaxed);
+            self.next[index as usize].store(relative(free as u32, index), Ordering::Relaxed);
             let with_slot = free & !u64::from(u32::MAX) | u64::from(index);
             // Release: pairs with the Acquire in `acquire`; whoever takes the slot sees its state and `next`.
             match self.free.compare_exchange_weak(free, with_slot, Ordering::Release, Ordering::Relaxed) {
@@ -153,9 +158,19 @@ impl SlotTable {
     }
 }
 
+/// The word of a slot in which `generation` is the next to live. No word has that of generation 0, which is no id's.
+fn state_of(generation: u32) -> u64 {
+    u64::from(generation.wrapping_sub(1)) << 32
+}
+
 /// The word of a slot in which `generation` lives and has not been cancelled.
 fn live_state(generation: u32) -> u64 {
-    u64::from(generation) << 32 | LIVE
+    state_of(generation) | LIVE
+}
+
+/// How `next[index]` names a slot below it.
+fn relative(below: u32, index: u32) -> u32 {
+    below.wrapping_sub(index + 1)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -165,10 +180,25 @@ mod tests {
     #[test]
     fn the_generation_after_the_last_is_one() {
         let table = SlotTable::new(1);
-        table.states[0].store(u64::from(u32::MAX) << 32, Ordering::Relaxed);
+        table.states[0].store(state_of(u32::MAX), Ordering::Relaxed);
         let last = table.acquire().expect("one slot is free");
         assert_eq!(last.generation(), u32::MAX);
         table.release(last);
         assert_eq!(table.acquire().map(RequestId::generation), Some(1));
+    }
+
+    #[test]
+    fn the_lowest_slots_are_the_first_and_generation_zero_is_nobodys() {
+        let table = SlotTable::new(3);
+        let ids: Vec<_> = std::iter::from_fn(|| table.acquire()).collect();
+        assert_eq!(ids.iter().map(|id| (id.generation(), id.slot())).collect::<Vec<_>>(), [(1, 0), (1, 1), (1, 2)]);
+        assert!((0..4).all(|slot| !table.is_live(RequestId::new(0, slot))));
+        for id in ids {
+            table.release(id);
+        }
+        let again: Vec<_> = std::iter::from_fn(|| table.acquire()).map(|id| (id.generation(), id.slot())).collect();
+        assert_eq!(again, [(2, 2), (2, 1), (2, 0)]);
+        assert!((0..4).all(|slot| !table.is_live(RequestId::new(0, slot))));
+        assert!(SlotTable::new(0).acquire().is_none());
     }
 }

@@ -37,6 +37,44 @@ impl<T> UnsafeCell<T> {
     }
 }
 
+/// Tables of atomics that are zero at first.
+pub(crate) trait ZeroedTable: Sized {
+    /// A table of `len` zeros; its memory is taken as it is used.
+    fn zeroed_table(len: usize) -> Box<[Self]>;
+}
+
+#[cfg(not(loom))]
+macro_rules! zeroed_table {
+    ($atomic:ty, $integer:ty) => {
+        impl ZeroedTable for $atomic {
+            fn zeroed_table(len: usize) -> Box<[Self]> {
+                const { assert!(align_of::<$atomic>() == align_of::<$integer>(), "one allocation serves both") };
+                let table = vec![<$integer>::default(); len].into_boxed_slice();
+                #[expect(unsafe_code, reason = "the standard library makes no table of atomics without writing each")]
+                // SAFETY: the atomic has the size and the valid bits of the integer, and its alignment, as was asserted. Nobody else has the
+                // table.
+                unsafe {
+                    Box::from_raw(Box::into_raw(table) as *mut [$atomic])
+                }
+            }
+        }
+    };
+}
+
+#[cfg(loom)]
+macro_rules! zeroed_table {
+    ($atomic:ty, $integer:ty) => {
+        impl ZeroedTable for $atomic {
+            fn zeroed_table(len: usize) -> Box<[Self]> {
+                (0..len).map(|_| <$atomic>::new(0)).collect()
+            }
+        }
+    };
+}
+
+zeroed_table!(AtomicU32, u32);
+zeroed_table!(AtomicU64, u64);
+
 /// loom's atomics, with a scheduling point before each load that keeps loom from skipping interleavings.
 ///
 /// To find the orders that are worth trying, loom (0.7) compares an access with the *last* access to the same atomic
