@@ -55,7 +55,7 @@ demo: wheel ## run the same requests under static and continuous batching, and d
 
 .PHONY: test
 test: ## set up, then run every check that CI runs (25 minutes at most on 2 cores)
-	@CBRS_STAGED=1 scripts/stages.sh setup build model fmt-check lint test-loom wheel-smoke test-rust test-py
+	@CBRS_STAGED=1 scripts/stages.sh setup+test-loom build model fmt-check lint+wheel wheel-smoke+test-rust test-py
 
 .PHONY: soak
 soak: $(NEED_BUILD) model ## run the long versions of the tests (hours)
