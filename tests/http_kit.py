@@ -1,0 +1,114 @@
+"""Clients below the level of an HTTP library: raw connections, processes that can be killed."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from server_kit import Client
+
+COMPLETIONS = "/v1/completions"
+
+# Sends one request and reads until it is killed. It says when it has something to read.
+_READER = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+connection.sendall(sys.stdin.buffer.read())
+while connection.recv(1 << 16):
+    print("read", flush=True)
+"""
+
+
+def request_bytes(body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> bytes:
+    """A whole POST request."""
+    payload = json.dumps(body).encode()
+    fields = {"host": "127.0.0.1", "content-length": str(len(payload)), **headers}
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + payload
+
+
+def send(address: tuple[str, int], body: dict[str, Any], **headers: str) -> socket.socket:
+    """Sends a request over a connection of its own."""
+    connection = socket.create_connection(address, timeout=30)
+    connection.sendall(request_bytes(body, **headers))
+    return connection
+
+
+def read_chunked(connection: socket.socket) -> bytes:
+    """Reads one chunked response from its first to its last byte; returns its body.
+
+    What comes after the last byte of the response is an error, except in a later read.
+    """
+    data = b""
+    while not data.endswith(b"0\r\n\r\n"):
+        received = connection.recv(1 << 16)
+        assert received, data[-200:]
+        data += received
+    head, _, rest = data.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower(), head
+    body = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        body, rest = body + rest[:length], rest[length:]
+        assert rest.startswith(b"\r\n")
+        rest = rest[2:]
+        if length == 0:
+            assert rest == b"", rest
+    return body
+
+
+@contextmanager
+def reader_process(
+    address: tuple[str, int], body: dict[str, Any]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A client in a process of its own that has sent a request; it is killed at the end."""
+    command = [sys.executable, "-S", "-c", _READER, address[0], str(address[1])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(request_bytes(body))
+            process.stdin.close()
+            yield process
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """`cbrs serve` as a process, once it listens; it is killed at the end."""
+    command = [sys.executable, "-m", "cbrs", "serve", *arguments]
+    environment = {**os.environ, "CBRS_OFFLINE": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stderr is not None
+            lines = []
+            for line in server.stderr:
+                lines.append(line)
+                if found := re.search(r"serving \S+ at (http://\S+)", line):
+                    break
+            else:
+                raise AssertionError("".join(lines))
+            yield server, Client(found[1])
+        finally:
+            server.kill()
+
+
+def address_of(client: Client) -> tuple[str, int]:
+    """Host and port of the server that a client asks."""
+    url = client.http.base_url
+    assert url.port is not None
+    return url.host, url.port
+
+
+def resident_kib(pid: int | str = "self") -> int:
+    """Resident memory of a process."""
+    with open(f"/proc/{pid}/status", encoding="ascii") as status:
+        (line,) = (line for line in status if line.startswith("VmRSS:"))
+    return int(line.split()[1])
