@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from server_kit import Client
+
+from cbrs import AsyncLLM
 
 COMPLETIONS = "/v1/completions"
 
@@ -112,3 +115,20 @@ def resident_kib(pid: int | str = "self") -> int:
     with open(f"/proc/{pid}/status", encoding="ascii") as status:
         (line,) = (line for line in status if line.startswith("VmRSS:"))
     return int(line.split()[1])
+
+
+def fail_at_token(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, number: int) -> None:
+    """The step that would bring token `number` (from 0) of the first request fails, once."""
+    runner = llm.engine._runner
+    forward = runner.forward
+    left = number
+
+    def failing(batch: Any) -> Any:
+        nonlocal left
+        if batch.num_seqs > 0:
+            left -= 1
+            if left == -1:
+                raise MemoryError("out of memory in this step")
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", failing)

@@ -9,7 +9,15 @@ from typing import Any
 
 import httpx2
 import pytest
-from http_kit import COMPLETIONS, read_chunked, reader_process, request_bytes, resident_kib, send
+from http_kit import (
+    COMPLETIONS,
+    fail_at_token,
+    read_chunked,
+    reader_process,
+    request_bytes,
+    resident_kib,
+    send,
+)
 from server_kit import MESSAGES, Client, error_of, is_idle, parse_events, serving, wait_until
 
 from cbrs import AsyncLLM
@@ -30,23 +38,6 @@ def slow() -> Iterator[tuple[AsyncLLM, RunningServer, Client]]:
     """Ten milliseconds for each token: an endless request takes far longer than any test waits."""
     with serving("null:0.01", max_model_len=8_192, num_blocks=4_096) as (llm, server):
         yield llm, server, Client(server.url)
-
-
-def fail_at_token(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, number: int) -> None:
-    """The step that would bring token `number` (from 0) of the first request fails, once."""
-    runner = llm.engine._runner
-    forward = runner.forward
-    left = number
-
-    def failing(batch: Any) -> Any:
-        nonlocal left
-        if batch.num_seqs > 0:
-            left -= 1
-            if left == -1:
-                raise MemoryError("out of memory in this step")
-        return forward(batch)
-
-    monkeypatch.setattr(runner, "forward", failing)
 
 
 def test_e01_a_whole_answer_ends_when_its_client_is_killed(
