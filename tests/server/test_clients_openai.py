@@ -1,12 +1,10 @@
 """The official client of OpenAI gets along with the server, and all that it is sent fits."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -28,14 +26,6 @@ def tap(served: tuple[AsyncLLM, Client]) -> Iterator[Tap]:
     """A tap in front of the server that the tests of this file share."""
     with tapped(address_of(served[1])) as tap:
         yield tap
-
-
-@pytest.fixture(scope="module")
-def schemas() -> list[Schemas]:
-    """The schema facts if the shared data is here; without it the tests check all but them."""
-    value = os.environ.get("CBRS_DATA")
-    file = Path(value or "") / "conformance" / "openai_schema_facts.json"
-    return [Schemas(file)] if value else []
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,7 @@ from typing import Any
 import pytest
 from openai_schema import Schemas
 from server_kit import MESSAGES, Client
-
-COMPLETIONS = "/v1/completions"
-CHATS = "/v1/chat/completions"
-# A running choice has no reason yet, and chunks before the usage say so; the schemas of whole
-# answers, which these chunks share, do not know it. The first token of a prompt has no probability.
-NULLS = frozenset(
-    {
-        "usage",
-        "choices[].finish_reason",
-        "choices[].logprobs.token_logprobs[]",
-        "choices[].logprobs.top_logprobs[]",
-    }
-)
+from wire_tap import CHATS, COMPLETIONS, NULLS
 
 
 @pytest.fixture(scope="module")
