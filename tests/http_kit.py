@@ -1,14 +1,13 @@
 """Clients below the level of an HTTP library: raw connections, processes that can be killed."""
 
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,23 @@ from cbrs import AsyncLLM
 
 COMPLETIONS = "/v1/completions"
 
-# Sends one request and reads until it is killed. It says when it has something to read.
+# Sends a request over each of several connections and reads until it is killed; it says of how many
+# something was read.
 _READER = """
-import socket, sys
-connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-connection.sendall(sys.stdin.buffer.read())
-while connection.recv(1 << 16):
-    print("read", flush=True)
+import selectors, socket, sys
+address, count = (sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
+request = sys.stdin.buffer.read()
+selector = selectors.DefaultSelector()
+for _ in range(count):
+    connection = socket.create_connection(address)
+    connection.sendall(request)
+    selector.register(connection, selectors.EVENT_READ)
+seen = set()
+while True:
+    for key, _ in selector.select():
+        key.fileobj.recv(1 << 16)
+        seen.add(key.fd)
+    print(len(seen), flush=True)
 """
 
 
@@ -69,10 +78,10 @@ def read_chunked(connection: socket.socket) -> bytes:
 
 @contextmanager
 def reader_process(
-    address: tuple[str, int], body: dict[str, Any]
+    address: tuple[str, int], body: dict[str, Any], count: int = 1
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A client in a process of its own that has sent a request; it is killed at the end."""
-    command = [sys.executable, "-S", "-c", _READER, address[0], str(address[1])]
+    """A process of its own that has sent `count` requests; it is killed at the end."""
+    command = [sys.executable, "-S", "-c", _READER, address[0], str(address[1]), str(count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdin is not None
@@ -80,15 +89,14 @@ def reader_process(
             process.stdin.close()
             yield process
         finally:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
 
 
 @contextmanager
 def server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
     """`cbrs serve` as a process, once it listens; it is killed at the end."""
     command = [sys.executable, "-m", "cbrs", "serve", *arguments]
-    environment = {**os.environ, "CBRS_OFFLINE": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
             lines = []
@@ -99,6 +107,19 @@ def server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Cli
             else:
                 raise AssertionError("".join(lines))
             yield server, Client(found[1])
+        finally:
+            server.kill()
+
+
+@contextmanager
+def server_program(**options: Any) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """A server with any options of the engine, in a process of its own; it is killed at the end."""
+    program = Path(__file__).parent / "server" / "programs" / "server.py"
+    command = [sys.executable, str(program), json.dumps(options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield server, Client(server.stdout.readline().strip())
         finally:
             server.kill()
 
