@@ -1,11 +1,8 @@
 """One server for all tests of a module that leave it as it was."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from openai_schema import Schemas
 from server_kit import Client, serving
 
 from cbrs import AsyncLLM
@@ -31,11 +28,3 @@ def client(served: tuple[AsyncLLM, Client]) -> Client:
 @pytest.fixture
 def llm(served: tuple[AsyncLLM, Client]) -> AsyncLLM:
     return served[0]
-
-
-@pytest.fixture(scope="session")
-def schemas() -> list[Schemas]:
-    """The schema facts if the shared data is here; without it tests check all but them."""
-    value = os.environ.get("CBRS_DATA")
-    file = Path(value or "") / "conformance" / "openai_schema_facts.json"
-    return [Schemas(file)] if value else []

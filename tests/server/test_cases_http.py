@@ -55,25 +55,26 @@ def is_alive(client: Client) -> bool:
     return healthy and bool(client.complete(prompt="One", max_tokens=1)["choices"])
 
 
-def test_c05_an_internal_flag_is_refused_and_a_chunked_prompt_takes_no_more_than_its_blocks() -> (
-    None
-):
-    with serving("null:0.002", max_num_batched_tokens=16) as (llm, server):
-        client = Client(server.url)
-        prompt = list(range(100))
+def test_c05_an_internal_flag_is_refused_and_a_chunked_prompt_takes_only_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(max_num_batched_tokens=16) as (llm, server):
+        client, fields = Client(server.url), {"prompt": list(range(100)), "max_tokens": 8}
         for flag in ("no_cache", "skip_prefix_cache", "draft_token_ids", "cache_key_extra"):
-            fields = {"model": "null", "prompt": prompt, "max_tokens": 8, flag: True}
-            assert client.error(COMPLETIONS, fields)["param"] == flag
+            error = client.error(COMPLETIONS, {"model": "null", **fields, flag: True})
+            assert error["param"] == flag
         assert llm.stats()["num_accepted_requests"] == 0
-        peak = 0
-        url, fields = f"{server.url}{COMPLETIONS}", {"model": "null", "stream": True}
-        fields |= {"prompt": prompt, "max_tokens": 8}
-        with httpx2.stream("POST", url, json=fields) as response:
-            while llm.stats()["num_accepted_requests"] == 0 or llm.stats()["num_running"] > 0:
-                peak = max(peak, llm.stats()["num_used_blocks"])
-            assert len(parse_events(response.read().decode())) == 8
-        assert 0 < peak <= math.ceil((100 + 8) / BLOCK_SIZE)
-        assert llm.stats()["num_steps"] >= math.ceil(100 / 16) + 7, "the prompt was chunked"
+        runner, num_used = llm.engine._runner, []
+        forward = runner.forward
+
+        def counted(batch: Any) -> Any:
+            num_used.append(llm.engine.scheduler.stats()["num_used_blocks"])
+            return forward(batch)
+
+        monkeypatch.setattr(runner, "forward", counted)
+        assert len(client.chunks(COMPLETIONS, **fields)) == 8
+        assert len(num_used) >= math.ceil(100 / 16) + 7, "the prompt was chunked"
+        assert 0 < max(num_used) <= math.ceil((100 + 8) / BLOCK_SIZE)
 
 
 def test_d21_a_prompt_longer_than_the_pool_is_refused_and_blocks_nobody() -> None:

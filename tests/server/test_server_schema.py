@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_schema import Schemas
+from openai_schema import CHATS, COMPLETIONS, NULLS, Schemas
 from server_kit import MESSAGES, Client
-from wire_tap import CHATS, COMPLETIONS, NULLS
 
 
 @pytest.fixture(scope="module")
