@@ -215,7 +215,7 @@ def test_50_streams_finish_after_sigterm(rounds: int) -> None:
                 socket.create_connection(address_of(client))
 
 
-OVERLOADED: dict[str, Any] = {"model": "null:0.005", "max_num_seqs": 8, "queue_capacity": 64}
+OVERLOADED: dict[str, Any] = {"model": "null:0.01", "max_num_seqs": 8, "queue_capacity": 64}
 LOAD: dict[str, Any] = {"model": "null", "prompt_tokens": 8, "output_tokens": 16, "vocab_size": 200}
 
 
