@@ -61,7 +61,7 @@ announce_downloads() {
         torch="no PyTorch ('$python' has one, which is used)"
     fi
     echo "set-up: .venv is made in this folder; to be downloaded, once: $torch," \
-        "other Python packages (150 MB), Rust crates (30 MB), the small model (100 MB)"
+        "other Python packages (220 MB), Rust crates (30 MB), the small model (100 MB)"
 }
 
 check_disk() {

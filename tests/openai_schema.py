@@ -1,8 +1,31 @@
 """Holds JSON values to the schema facts of OpenAI's API, in the shape of the shared test data."""
 
+import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+
+NULLS = frozenset(
+    {
+        "usage",
+        "choices[].finish_reason",
+        "choices[].logprobs.token_logprobs[]",
+        "choices[].logprobs.top_logprobs[]",
+    }
+)
+"""Where the schemas know no null and the documented API has one: a running choice has no reason
+yet, chunks before the usage say so, the first token of a prompt has no probability."""
+
+_WHOLE = {
+    COMPLETIONS: "CreateCompletionResponse",
+    CHATS: "CreateChatCompletionResponse",
+    "/v1/models": "ListModelsResponse",
+}
+_CHUNK = {COMPLETIONS: "CreateCompletionResponse", CHATS: "CreateChatCompletionStreamResponse"}
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -78,3 +101,34 @@ def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool) and kind != "boolean":
         return False
     return isinstance(value, _TYPES[kind])
+
+
+@functools.cache
+def schemas() -> Schemas | None:
+    """The facts, if the shared data is here."""
+    folder = os.environ.get("CBRS_DATA")
+    return Schemas(Path(folder) / "conformance" / "openai_schema_facts.json") if folder else None
+
+
+def check_answer(path: str, body: Any, answer: Any) -> None:
+    """Holds a whole answer to its schema, if there is one and the facts are here."""
+    facts = schemas()
+    name = _WHOLE.get(path, "Model" if path.startswith("/v1/models/") else None)
+    if facts is not None and name is not None:
+        has_nulls = isinstance(body, dict) and body.get("echo")
+        assert facts.errors(name, answer, NULLS if has_nulls else frozenset()) == [], answer
+
+
+def check_event(path: str, event: Any) -> None:
+    """Holds an event of a stream to its schema, if the facts are here."""
+    facts = schemas()
+    if "error" in event:
+        check_error(event)
+    elif facts is not None:
+        assert facts.errors(_CHUNK[path], event, NULLS) == [], event
+
+
+def check_error(envelope: Any) -> None:
+    """Holds the body of an error to its schema, if the facts are here."""
+    facts = schemas()
+    assert facts is None or facts.errors("ErrorResponse", envelope) == [], envelope

@@ -1,4 +1,7 @@
-"""A server on the null model, and readers of what it sends."""
+"""A server on the null model, and readers of what it sends.
+
+What a `Client` reads is held to the schema facts of OpenAI's API where they are here.
+"""
 
 import json
 import time
@@ -7,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import httpx2
+from openai_schema import check_answer, check_error, check_event
 
 from cbrs import AsyncLLM
 from cbrs.serving import RunningServer
@@ -38,10 +42,12 @@ class Client:
 
     def ok(self, path: str, **body: Any) -> dict[str, Any]:
         """The answer to a request that must succeed."""
-        response = self.post(path, {"model": "null", **body})
+        body = {"model": "null", **body}
+        response = self.post(path, body)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"] == "application/json"
         answer: dict[str, Any] = response.json()
+        check_answer(path, body, answer)
         return answer
 
     def complete(self, **body: Any) -> dict[str, Any]:
@@ -56,7 +62,10 @@ class Client:
         with self.http.stream("POST", path, json=body) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
-            return parse_events(response.read().decode())
+            events = parse_events(response.read().decode())
+        for event in events:
+            check_event(path, event)
+        return events
 
     def error(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """The error object of a request that must fail."""
@@ -69,6 +78,7 @@ def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
     assert response.headers["content-type"] == "application/json"
     envelope = response.json()
     assert list(envelope) == ["error"]
+    check_error(envelope)
     error: dict[str, Any] = envelope["error"]
     assert sorted(error) == ["code", "message", "param", "type"]
     assert isinstance(error["message"], str)

@@ -15,7 +15,7 @@ def ids_in_document() -> set[str]:
 
 def ids_of_tests() -> set[str]:
     sources = [
-        *(ROOT / "tests").glob("*.py"),
+        *(ROOT / "tests").rglob("*.py"),
         *(path for path in (ROOT / "rust").rglob("*.rs") if "target" not in path.parts),
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)

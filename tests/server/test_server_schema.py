@@ -5,21 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_schema import Schemas
+from openai_schema import CHATS, COMPLETIONS, NULLS, Schemas, check_answer, check_event
 from server_kit import MESSAGES, Client
-
-COMPLETIONS = "/v1/completions"
-CHATS = "/v1/chat/completions"
-# A running choice has no reason yet, and chunks before the usage say so; the schemas of whole
-# answers, which these chunks share, do not know it. The first token of a prompt has no probability.
-NULLS = frozenset(
-    {
-        "usage",
-        "choices[].finish_reason",
-        "choices[].logprobs.token_logprobs[]",
-        "choices[].logprobs.top_logprobs[]",
-    }
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +21,19 @@ def test_the_checker_finds_what_is_wrong(schemas: Schemas) -> None:
         assert schemas.errors("Model", wrong)
 
 
+def test_what_clients_read_is_held_to_the_schemas(client: Client, schemas: Schemas) -> None:
+    chat = client.chat(max_tokens=1)
+    for path, wrong in ((CHATS, {**chat, "object": "text_completion"}), ("/v1/models", {})):
+        with pytest.raises(AssertionError):
+            check_answer(path, {}, wrong)
+    *_, chunk = client.chunks(COMPLETIONS, prompt="One", max_tokens=1)
+    for path, event in ((COMPLETIONS, {**chunk, "created": None}), (CHATS, chunk)):
+        with pytest.raises(AssertionError):
+            check_event(path, event)
+    with pytest.raises(AssertionError):
+        check_event(CHATS, {"error": {"message": "x", "type": "y", "code": 500, "param": None}})
+
+
 def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     usage = {"include_usage": True}
     for extra in ({}, {"n": 2}, {"stop": " fox"}, {"return_token_ids": True}):
@@ -43,6 +43,11 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     yield CHATS, {"messages": MESSAGES, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
     yield CHATS, {"messages": MESSAGES, "max_tokens": 3, "stream_options": usage}
     yield COMPLETIONS, {"prompt": "One", "max_tokens": 3, "stream_options": usage}
+    many = {"max_tokens": 3, "n": 3, "return_token_ids": True, "stream_options": usage}
+    yield CHATS, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, **many}
+    yield CHATS, {"messages": MESSAGES, "logprobs": True, "prompt_logprobs": 2, **many}
+    yield COMPLETIONS, {"prompt": [[5, 6], [7]], "logprobs": 5, "echo": True, **many}
+    yield COMPLETIONS, {"prompt": "One", "logprobs": 0, "prompt_logprobs": 2, **many}
 
 
 @pytest.mark.parametrize(("path", "body"), list(bodies()))
