@@ -94,8 +94,9 @@ def serving(model: str = "null", **options: Any) -> Iterator[tuple[AsyncLLM, Run
     import asyncio
 
     names = options.pop("served_model_names", ("null",))
+    limits = options.pop("limits", None)
     llm = AsyncLLM(model, **{"max_model_len": 512, "max_num_seqs": 16, **options})
-    server = RunningServer(llm, served_model_names=names)
+    server = RunningServer(llm, served_model_names=names, limits=limits)
     try:
         yield llm, server
         wait_until(lambda: server.num_active == 0)

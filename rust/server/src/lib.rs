@@ -24,6 +24,7 @@ mod engine;
 mod error;
 mod health;
 mod lifecycle;
+mod limits;
 mod names;
 mod reply;
 mod routes;
