@@ -140,7 +140,7 @@ def body(choose: Choose) -> tuple[str, bytes]:
     """A path and what is sent to it."""
     path = choose.choice(PATHS)
     kind = choose.random()
-    if kind < 0.3:
+    if kind < 0.4:
         return path, json.dumps(valid(choose, path)).encode()
     if kind < 0.9:
         return path, near_valid(choose, path)

@@ -34,9 +34,16 @@ class Answer:
 class Raw:
     """A connection of its own to a server."""
 
-    def __init__(self, server: RunningServer, source: str = "127.0.0.1") -> None:
-        address = (server.host, server.port)
-        self.socket = socket.create_connection(address, TIMEOUT_S, source_address=(source, 0))
+    def __init__(
+        self, server: RunningServer, source: str = "127.0.0.1", receive_buffer: int | None = None
+    ) -> None:
+        self.socket = socket.socket()
+        self.socket.settimeout(TIMEOUT_S)
+        if receive_buffer is not None:
+            # Before the connection is made: later it does not shrink the window.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.bind((source, 0))
+        self.socket.connect((server.host, server.port))
 
     def __enter__(self) -> "Raw":
         return self

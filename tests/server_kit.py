@@ -114,9 +114,9 @@ def is_idle(llm: AsyncLLM) -> bool:
     return not any(stats[name] for name in ("num_running", "num_waiting", "num_used_blocks"))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Waits for something that must come true."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it does not come true"
         time.sleep(0.002)

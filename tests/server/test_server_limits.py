@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from server_kit import MESSAGES, Client, error_of, serving
 
-from cbrs import LLM, AsyncLLM
+from cbrs import AsyncLLM
 from cbrs.serving import ServerLimits
 
 COMPLETIONS = "/v1/completions"
@@ -279,8 +279,8 @@ def test_limits_are_an_option() -> None:
         ({"write_timeout_s": "1"}, "write_timeout_s"),
     ],
 )
-def test_an_unusable_limit_is_refused_by_name(limits: Any, part: str) -> None:
-    with LLM("null") as llm, pytest.raises(ValueError, match=part):
+def test_an_unusable_limit_is_refused_by_name(llm: AsyncLLM, limits: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
         llm.serve_in_background(port=0, limits=limits)
 
 

@@ -20,6 +20,7 @@ use axum::Router as Routes;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
+use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 
@@ -32,11 +33,15 @@ use refusal::Refusal;
 const LAST_BYTES_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause after a refusal of the operating system, such as too many open files.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Asked for; the system takes twice as much. What a reader does not take should fill little memory, and soon be noticed.
+const SEND_BUFFER: usize = 128 << 10;
 /// The smallest buffer that hyper takes.
 const MIN_BUFFER: usize = 8192;
 
 /// Serves connections until `stop`; then open answers may finish for a moment.
 pub(crate) async fn serve(listener: TcpListener, routes: Routes, limits: Limits, stop: Arc<Notify>) {
+    // Inherited by the connections. Without it only more memory is filled.
+    let _ = SockRef::from(&listener).set_send_buffer_size(SEND_BUFFER);
     let mut door = Door::new(routes, limits);
     let accepting = async {
         loop {
