@@ -6,8 +6,8 @@ use std::time::Duration;
 use cbrs_core::request::MAX_CHOICES;
 use cbrs_core::sampling::MAX_LOGPROBS;
 use cbrs_text::stop::MAX_STOP_STRINGS;
-use serde::de::{Deserializer, Error};
 use serde::Deserialize;
+use serde::de::{Deserializer, Error};
 
 /// Bounds of the bytes of a body that follow from the context, when none are set.
 const BODY_BYTES: (usize, usize) = (4 << 20, 64 << 20);

@@ -94,7 +94,15 @@ fn what_others_may_read_differently_is_refused() {
     ] {
         assert_eq!(status_of(&format!("POST /a HTTP/1.1\r\n{fields}\r\n\r\nabc")), Some(400), "{fields:?}");
     }
-    for line in ["GET /a", "GET /a HTTP/2.0", "GET /a HTTP/1.2", "GET  /a HTTP/1.1", "G\0T /a HTTP/1.1", "GET \u{e4} HTTP/1.1", ""] {
+    for line in [
+        "GET /a",
+        "GET /a HTTP/2.0",
+        "GET /a HTTP/1.2",
+        "GET  /a HTTP/1.1",
+        "G\0T /a HTTP/1.1",
+        "GET \u{e4} HTTP/1.1",
+        "",
+    ] {
         assert_eq!(status_of(&format!("{line}\r\nhost: x\r\n\r\n")), Some(400), "{line:?}");
     }
     assert_eq!(status_of("POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n"), Some(400));
