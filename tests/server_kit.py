@@ -104,8 +104,9 @@ def serving(model: str = "null", **options: Any) -> Iterator[tuple[AsyncLLM, Run
     import asyncio
 
     names = options.pop("served_model_names", ("null",))
+    limits = options.pop("limits", None)
     llm = AsyncLLM(model, **{"max_model_len": 512, "max_num_seqs": 16, **options})
-    server = RunningServer(llm, served_model_names=names)
+    server = RunningServer(llm, served_model_names=names, limits=limits)
     try:
         yield llm, server
         wait_until(lambda: server.num_active == 0)
@@ -123,9 +124,9 @@ def is_idle(llm: AsyncLLM) -> bool:
     return not any(stats[name] for name in ("num_running", "num_waiting", "num_used_blocks"))
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Waits for something that must come true."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it does not come true"
         time.sleep(0.002)

@@ -179,9 +179,9 @@ class HttpServer:
     """An OpenAI-compatible HTTP server in front of a scheduler, on threads that never run Python.
 
     Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of
-    `served_model_names` stands in answers; `settings_json` is what `/version` tells of the engine.
-    Raises `ValueError` for an unusable address, or one that is not loopback without `allow_public`,
-    and `OSError` if it cannot be had.
+    `served_model_names` stands in answers; `settings_json` is what `/version` tells of the engine,
+    `limits_json` the limits that are not the default. Raises `ValueError` for an unusable limit or
+    address, or one that is not loopback without `allow_public`, and `OSError` if it cannot be had.
     """
 
     def __new__(
@@ -195,6 +195,7 @@ class HttpServer:
         worker_threads: int | None = None,
         allow_public: bool = False,
         settings_json: str | None = None,
+        limits_json: str | None = None,
     ) -> HttpServer: ...
     @property
     def host(self) -> str:
@@ -205,6 +206,9 @@ class HttpServer:
     @property
     def num_active(self) -> int:
         """Responses under way."""
+    @property
+    def max_connections(self) -> int:
+        """Connections that there may be at a time."""
     def drain(self) -> None:
         """Refuses new requests from now on; `/ready` says so. What is under way goes on."""
     def wait_idle(self, timeout_s: float) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cbrs._core import OutputProcessor, Tokenizer
     from cbrs.engine import Engine
     from cbrs.sampling_params import SamplingParams
-    from cbrs.serving import RunningServer
+    from cbrs.serving import RunningServer, ServerLimits
 
 
 PauseMode = Literal["wait", "cancel"]
@@ -125,13 +125,14 @@ class BaseLLM:
         host: str = "127.0.0.1",
         port: int = 8000,
         served_model_name: str | None = None,
+        limits: ServerLimits | None = None,
     ) -> RunningServer:
         """Serves this model over HTTP, on threads of its own, until the result is closed.
 
         Port 0 is one that is free: `RunningServer.url` tells it. Own requests go on beside it.
 
         Raises:
-            ValueError: the address is unusable, or not loopback.
+            ValueError: the address is unusable, or not loopback; a limit is unusable.
             OSError: the address cannot be had.
         """
         from cbrs.serving import RunningServer
@@ -140,7 +141,12 @@ class BaseLLM:
         on_close = self._begin_serving()
         try:
             return RunningServer(
-                self, host=host, port=port, served_model_names=names, on_close=on_close
+                self,
+                host=host,
+                port=port,
+                served_model_names=names,
+                limits=limits,
+                on_close=on_close,
             )
         except BaseException:
             if on_close is not None:

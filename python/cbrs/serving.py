@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from cbrs._core import HttpServer
 from cbrs.errors import InvalidRequestError
@@ -30,6 +30,25 @@ _DRAIN_INTERVAL_S = 0.1
 _CUT_WAIT_S = 1.0
 
 
+class ServerLimits(TypedDict, total=False):
+    """Limits of a server that are to differ from the default, which `docs/serving.md` lists."""
+
+    max_connections: int
+    max_connections_per_address: int | None
+    idle_timeout_s: float
+    head_timeout_s: float
+    max_head_bytes: int
+    max_header_fields: int
+    max_request_line_bytes: int
+    body_timeout_s: float
+    max_body_bytes: int | None
+    max_body_depth: int
+    write_timeout_s: float
+    max_choices: int
+    max_stop_strings: int
+    max_completion_logprobs: int
+
+
 class RunningServer:
     """A server that answers until it is closed; it keeps its `LLM` alive.
 
@@ -45,12 +64,14 @@ class RunningServer:
         served_model_names: Sequence[str] = (),
         worker_threads: int | None = None,
         allow_public: bool = False,
+        limits: ServerLimits | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         """Listens from now on; `served_model_names` is the name of the model unless given.
 
         Raises:
-            ValueError: an address that is unusable, or public without `allow_public`.
+            ValueError: an address that is unusable, or public without `allow_public`; a limit that
+                is unknown or out of its range.
             OSError: the address cannot be had.
             EngineClosedError: `llm` is closed.
         """
@@ -66,6 +87,7 @@ class RunningServer:
             worker_threads=worker_threads,
             allow_public=allow_public,
             settings_json=settings,
+            limits_json=json.dumps(limits or {}),
         )
         self._end = weakref.finalize(self, _end, self._server, on_close)
 
@@ -89,6 +111,11 @@ class RunningServer:
     def num_active(self) -> int:
         """Responses under way."""
         return self._server.num_active
+
+    @property
+    def max_connections(self) -> int:
+        """Connections that there may be at a time."""
+        return self._server.max_connections
 
     def drain(self, timeout_s: float, is_cut: Callable[[], bool] = lambda: False) -> bool:
         """Refuses new requests and waits for those under way; returns whether all have finished.
@@ -170,6 +197,7 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     drain_timeout_s: float = 0.0,
+    limits: ServerLimits | None = None,
 ) -> Serving:
     """Serves `llm` over HTTP: `async with cbrs.serve(llm, port=0) as server: server.url`.
 
@@ -180,7 +208,9 @@ def serve(
     """
 
     def start() -> RunningServer:
-        return llm.serve_in_background(host=host, port=port, served_model_name=served_model_name)
+        return llm.serve_in_background(
+            host=host, port=port, served_model_name=served_model_name, limits=limits
+        )
 
     return Serving(start, drain_timeout_s)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, add_offline_option, positive_int
+from cbrs.cli.limits import add_limit_options, given_limits, raise_open_files
 from cbrs.cli.options import add_engine_options, given
 from cbrs.config import DEFAULT_MODEL, EngineConfig
 
@@ -75,6 +76,7 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="listen on an address that is not loopback, although anybody there may use it",
     )
+    add_limit_options(parser)
     add_engine_options(parser, policy="fair")
 
 
@@ -86,6 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
         llm = AsyncLLM(**options)
         try:
             with _start(llm, arguments) as server:
+                raise_open_files(server.max_connections)
                 logger.info("serving %s at %s", llm.config().model, server.url)
                 _wait(llm, signals)
                 return _end(server, signals, arguments.drain_timeout)
@@ -104,6 +107,7 @@ def _start(llm: AsyncLLM, arguments: argparse.Namespace) -> RunningServer:
             served_model_names=arguments.served_model_name or (),
             worker_threads=arguments.http_threads,
             allow_public=arguments.allow_public,
+            limits=given_limits(arguments),
         )
     except OSError as error:
         message = f"cannot listen on {arguments.host}, port {arguments.port}: {error}"

@@ -187,7 +187,8 @@ impl RequestSpec {
     /// Checks everything that does not depend on load, and returns the effective `max_tokens`, at most `cap` (whose owner is named with it).
     ///
     /// # Errors
-    /// `EmptyPrompt`, `TokenOutOfVocabulary`, `InvalidParameter`, `InvalidLength`, `TooManyEntries`, `PromptTooLong`, `AboveCap`.
+    /// `EmptyPrompt`, `TokenOutOfVocabulary`, `InvalidParameter`, `InvalidLength`, `TooManyEntries`, `UnusableParameter`, `PromptTooLong`,
+    /// `AboveCap`.
     pub(crate) fn validate(
         &self,
         vocab_size: Option<u32>,
@@ -267,6 +268,9 @@ fn check_label(name: &'static str, label: Option<&str>) -> Result<()> {
     match label {
         Some(text) if text.is_empty() || text.len() > MAX_LABEL_BYTES => {
             Err(Error::InvalidLength { name, len: text.len(), unit: "bytes", expected: "1 to 256" })
+        }
+        Some(text) if text.chars().any(char::is_control) => {
+            Err(Error::UnusableParameter { name, reason: "has a control character; leave it out" })
         }
         _ => Ok(()),
     }

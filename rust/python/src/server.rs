@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cbrs_server::{EngineHandle, Server, ServerConfig};
+use cbrs_server::{EngineHandle, Limits, Server, ServerConfig};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -14,8 +14,9 @@ use crate::text::{OutputProcessor, Tokenizer};
 /// An OpenAI-compatible HTTP server in front of a scheduler, on threads of its own that never run Python.
 ///
 /// Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of `served_model_names` stands in
-/// answers; `settings_json` is what `/version` tells of the engine. Raises `ValueError` for an unusable address,
-/// or one that is not loopback without `allow_public`, and `OSError` if it cannot be had.
+/// answers; `settings_json` is what `/version` tells of the engine, `limits_json` the limits that are not the default. Raises
+/// `ValueError` for an unusable limit or address, or one that is not loopback without `allow_public`, and `OSError` if it cannot
+/// be had.
 #[pyclass(frozen, module = "cbrs")]
 #[derive(Debug)]
 pub(crate) struct HttpServer {
@@ -26,7 +27,7 @@ pub(crate) struct HttpServer {
 impl HttpServer {
     #[new]
     #[pyo3(signature = (processor, tokenizer=None, *, host="127.0.0.1", port=0, served_model_names, worker_threads=None,
-        allow_public=false, settings_json=None))]
+        allow_public=false, settings_json=None, limits_json=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments of Python
     fn new(
         py: Python<'_>,
@@ -38,6 +39,7 @@ impl HttpServer {
         worker_threads: Option<usize>,
         allow_public: bool,
         settings_json: Option<String>,
+        limits_json: Option<&str>,
     ) -> PyResult<Self> {
         let host: IpAddr = if host == "localhost" { "127.0.0.1" } else { host }
             .parse()
@@ -45,6 +47,7 @@ impl HttpServer {
         if served_model_names.is_empty() {
             return Err(PyValueError::new_err("served_model_names is empty; give at least one name"));
         }
+        let limits = limits_json.map(Limits::from_json).transpose().map_err(PyValueError::new_err)?;
         let default = ServerConfig::default();
         let config = ServerConfig {
             host,
@@ -53,6 +56,7 @@ impl HttpServer {
             served_model_names,
             engine_settings: settings_json,
             worker_threads: worker_threads.unwrap_or(default.worker_threads),
+            limits: limits.unwrap_or_default(),
             ..default
         };
         let engine = engine(processor.get(), tokenizer.map(Bound::get));
@@ -79,6 +83,12 @@ impl HttpServer {
     #[getter]
     fn num_active(&self) -> usize {
         self.inner.num_active()
+    }
+
+    /// Connections that there may be at a time.
+    #[getter]
+    fn max_connections(&self) -> usize {
+        self.inner.limits().max_connections
     }
 
     /// Refuses new requests from now on; `/ready` says so. What is under way goes on.

@@ -1,7 +1,9 @@
-//! Where the server listens, what it calls the model, and what it lets requests ask for.
+//! Where the server listens and what it calls the model.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
+
+pub use crate::limits::Limits;
 
 /// Settings of one server.
 #[derive(Debug, Clone)]
@@ -37,45 +39,6 @@ impl Default for ServerConfig {
             engine_settings: None,
             step_timeout: Duration::from_secs(60),
             limits: Limits::default(),
-        }
-    }
-}
-
-/// Bounds on connections and on what requests may ask for, besides those of the core.
-#[derive(Debug, Clone)]
-pub struct Limits {
-    /// Bytes of a body.
-    pub max_body_bytes: usize,
-    /// Time that a body may take.
-    pub body_timeout: Duration,
-    /// Time that the head of a request may take, from the end of the one before.
-    pub head_timeout: Duration,
-    /// Bytes of the head of a request.
-    pub max_head_bytes: usize,
-    /// Header fields of a request.
-    pub max_headers: usize,
-    /// Prompts of one request, and choices of all of them together.
-    pub max_choices: usize,
-    /// Stop strings of one request.
-    pub max_stops: usize,
-    /// Most likely tokens that a completion may ask for with each token.
-    pub max_completion_logprobs: u32,
-    /// Longer texts, in bytes, are tokenized on a thread of the pool, where they delay nobody.
-    pub max_inline_bytes: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            max_body_bytes: 4 << 20,
-            body_timeout: Duration::from_secs(30),
-            head_timeout: Duration::from_secs(60),
-            max_head_bytes: 16 << 10,
-            max_headers: 100,
-            max_choices: 128,
-            max_stops: 4,
-            max_completion_logprobs: 5,
-            max_inline_bytes: 4096,
         }
     }
 }

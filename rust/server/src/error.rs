@@ -83,6 +83,11 @@ impl ApiError {
         Self { retry_after_s: Some(1), ..error }
     }
 
+    /// 503: there is no place for the connection.
+    pub(crate) fn too_many_connections(message: impl Into<String>) -> Self {
+        Self { code: Some("too_many_connections"), ..Self::unavailable(message) }
+    }
+
     /// 499: somebody asked for the end of the request.
     pub(crate) fn cancelled() -> Self {
         let status = StatusCode::from_u16(499).expect("a status of three digits");
@@ -136,8 +141,9 @@ impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         let message = error.to_string();
         match error {
-            Error::PromptTooLong { .. } => {
-                Self { code: Some("context_length_exceeded"), ..Self::invalid("prompt", message) }
+            Error::PromptTooLong { num_prompt_tokens, max_model_len, .. } => {
+                let param = if num_prompt_tokens < max_model_len { "max_tokens" } else { "prompt" };
+                Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
             }
             Error::EmptyPrompt | Error::Tokenizer { .. } => Self::invalid("prompt", message),
             Error::TokenOutOfVocabulary { field: name, .. }

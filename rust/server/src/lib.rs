@@ -3,7 +3,7 @@
 //!
 //! # One request's way
 //!
-//! 1. [`Server`] accepts a connection (`connection.rs`) and axum finds the route (`app.rs`, `routes/`).
+//! 1. [`Server`] accepts a connection and holds its heads to the limits (`connection/`), and axum finds the route (`app.rs`, `routes/`).
 //! 2. The body is read up to the limit (`body.rs`), parsed and held to OpenAI's limits (`wire/`); the core checks the rest.
 //! 3. Prompts are rendered and tokenized, long ones on a thread of the pool, and submitted (`engine.rs`, `stream/begin.rs`).
 //! 4. The text thread sends updates to one channel; `stream/router.rs` hands them to the mailbox of each request in one pass.
@@ -24,6 +24,7 @@ mod engine;
 mod error;
 mod health;
 mod lifecycle;
+mod limits;
 mod names;
 mod reply;
 mod routes;

@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 
 use crate::app::{self, App};
-use crate::config::ServerConfig;
+use crate::config::{Limits, ServerConfig};
 use crate::connection;
 use crate::engine::EngineHandle;
 
@@ -57,6 +57,11 @@ impl Server {
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Its limits.
+    pub fn limits(&self) -> &Limits {
+        &self.app.config.limits
     }
 
     /// Responses under way.

@@ -32,9 +32,10 @@ const MAX_INLINE_BODY: usize = 64 << 10;
 
 /// Reads the body of a request as JSON.
 async fn read<T: DeserializeOwned + Send + 'static>(app: &Arc<App>, request: Request) -> Result<T, ApiError> {
-    let bytes = body::read(request, &app.config.limits).await?;
-    let is_short = bytes.len() <= MAX_INLINE_BODY;
-    let parse = move || wire::parse(&bytes);
+    let limits = &app.config.limits;
+    let bytes = body::read(request, limits, app.engine.submitter.max_model_len()).await?;
+    let (is_short, max_depth) = (bytes.len() <= MAX_INLINE_BODY, limits.max_body_depth);
+    let parse = move || wire::check_depth(&bytes, max_depth).and_then(|()| wire::parse(&bytes));
     if is_short { parse() } else { apart(parse).await }
 }
 

@@ -5,6 +5,7 @@
 mod chat;
 mod common;
 mod completion;
+mod depth;
 mod fields;
 mod json;
 mod messages;
@@ -16,6 +17,7 @@ mod tokenize;
 pub(crate) use chat::ChatBody;
 pub(crate) use common::Common;
 pub(crate) use completion::CompletionBody;
+pub(crate) use depth::check_depth;
 pub(crate) use fields::Prompt;
 pub(crate) use json::parse;
 pub(crate) use messages::num_bytes;

@@ -1,0 +1,123 @@
+//! Connections: accepted, served with HTTP/1.1 under the limits, and finished when the server ends.
+//!
+//! One request's way: `admission.rs` finds a place for its connection, `guarded.rs` reads it and keeps the times, `framing.rs`
+//! checks its head, hyper parses it, `refusal.rs` answers it if one of these found a fault, otherwise the routes do.
+
+mod admission;
+mod framing;
+#[cfg(test)]
+mod framing_tests;
+mod guarded;
+mod refusal;
+
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router as Routes;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
+
+use crate::config::Limits;
+use admission::{Admission, Excess};
+use guarded::Guarded;
+use refusal::Refusal;
+
+/// How long the last bytes of answers may take once the server ends.
+const LAST_BYTES_TIMEOUT: Duration = Duration::from_secs(1);
+/// Pause after a refusal of the operating system, such as too many open files.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Asked for; the system takes twice as much. What a reader does not take should fill little memory, and soon be noticed.
+const SEND_BUFFER: usize = 128 << 10;
+/// The smallest buffer that hyper takes.
+const MIN_BUFFER: usize = 8192;
+
+/// Serves connections until `stop`; then open answers may finish for a moment.
+pub(crate) async fn serve(listener: TcpListener, routes: Routes, limits: Limits, stop: Arc<Notify>) {
+    // Inherited by the connections. Without it only more memory is filled.
+    let _ = SockRef::from(&listener).set_send_buffer_size(SEND_BUFFER);
+    let mut door = Door::new(routes, limits);
+    let accepting = async {
+        loop {
+            match listener.accept().await {
+                Ok((socket, peer)) => door.open(socket, peer),
+                Err(error) => pause_after(&error).await,
+            }
+        }
+    };
+    race(accepting, stop.notified()).await;
+    drop(listener);
+    let _ = tokio::time::timeout(LAST_BYTES_TIMEOUT, door.graceful.shutdown()).await;
+}
+
+/// Runs `work`, which never ends, until `stop` does.
+async fn race(work: impl Future<Output = Infallible>, stop: impl Future<Output = ()>) {
+    let mut work = std::pin::pin!(work);
+    let mut stop = std::pin::pin!(stop);
+    std::future::poll_fn(|cx| {
+        if stop.as_mut().poll(cx).is_ready() {
+            return std::task::Poll::Ready(());
+        }
+        work.as_mut().poll(cx).map(|never| match never {})
+    })
+    .await;
+}
+
+/// Where connections come in.
+struct Door {
+    routes: Routes,
+    limits: Limits,
+    builder: http1::Builder,
+    graceful: GracefulShutdown,
+    admission: Arc<Admission>,
+    excess: Excess,
+}
+
+impl Door {
+    fn new(routes: Routes, limits: Limits) -> Self {
+        let mut builder = http1::Builder::new();
+        // Hyper sees whole heads only, so what it waits for is the first byte of the next.
+        builder
+            .timer(TokioTimer::new())
+            .header_read_timeout(limits.idle_timeout)
+            .max_buf_size(limits.max_head_bytes.max(MIN_BUFFER))
+            .max_headers(limits.max_header_fields);
+        let admission = Admission::new(&limits);
+        Self { routes, limits, builder, graceful: GracefulShutdown::new(), admission, excess: Excess::default() }
+    }
+
+    fn open(&mut self, socket: TcpStream, peer: SocketAddr) {
+        // Without it a small event may wait for the acknowledgement of the one before.
+        let _ = socket.set_nodelay(true);
+        let admitted = self.admission.admit(peer.ip());
+        let refusal = Arc::<Refusal>::default();
+        let guarded = Guarded::new(socket, &self.limits, Arc::clone(&refusal));
+        let service = refusal::service(self.routes.clone(), refusal, admitted.as_ref().err().cloned());
+        let mut builder = self.builder.clone();
+        let connection = builder.keep_alive(admitted.is_ok()).serve_connection(TokioIo::new(guarded), service);
+        let connection = self.graceful.watch(connection);
+        let permit = admitted.ok();
+        let is_excess = permit.is_none();
+        let task = tokio::spawn(async move {
+            // What goes wrong with a connection is the client's affair: its requests are cancelled.
+            let _ = connection.await;
+            drop(permit);
+        });
+        if is_excess {
+            self.excess.add(task.abort_handle());
+        }
+    }
+}
+
+async fn pause_after(error: &io::Error) {
+    let is_clients = matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset);
+    if !is_clients {
+        tokio::time::sleep(ACCEPT_PAUSE).await;
+    }
+}
