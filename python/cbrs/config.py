@@ -9,6 +9,17 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+POLICY_FIELDS = (
+    "admission",
+    "victim",
+    "target_itl_ms",
+    "max_queue_s",
+    "classes",
+    "tenants",
+    "default_tenant",
+)
+"""Settings of the engine that are keys of the policy."""
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -95,11 +95,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
         help="milliseconds between two tokens that the steps aim at (default: no target)",
     )
     group.add_argument(
-        "--no-prefix-caching",
+        "--prefix-caching",
         dest="enable_prefix_caching",
-        action="store_const",
-        const=False,
-        help="do not reuse KV blocks between prompts that begin alike",
+        action=argparse.BooleanOptionalAction,
+        help="reuse KV blocks between prompts that begin alike (default: yes)",
     )
 
 
