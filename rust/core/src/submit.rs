@@ -43,7 +43,12 @@ pub(crate) struct Submitted {
 #[derive(Debug)]
 pub(crate) enum Control {
     Cancel(RequestId),
-    Finish { id: RequestId, choice: i32, num_tokens: u32, stop_reason: Option<Arc<str>> },
+    Finish {
+        id: RequestId,
+        choice: i32,
+        num_tokens: u32,
+        stop_reason: Option<Arc<str>>,
+    },
     /// The door has another policy.
     FollowPolicy,
 }

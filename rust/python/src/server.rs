@@ -66,7 +66,9 @@ impl HttpServer {
         };
         let engine = engine(processor.get(), tokenizer.map(Bound::get));
         let inner = py.detach(|| Server::start(engine, config)).map_err(|error| match error.kind() {
-            ErrorKind::InvalidInput => PyValueError::new_err(format!("{error}; give api_keys, or permit it by allow_public")),
+            ErrorKind::InvalidInput => {
+                PyValueError::new_err(format!("{error}; give api_keys, or permit it by allow_public"))
+            }
             _ => error.into(),
         })?;
         Ok(Self { inner })

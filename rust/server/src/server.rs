@@ -9,8 +9,8 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 
-use crate::app::{self, App};
 use crate::access::Keyring;
+use crate::app::{self, App};
 use crate::config::{ServerConfig, Settings};
 use crate::connection;
 use crate::engine::EngineHandle;
@@ -41,7 +41,8 @@ impl Server {
     pub fn start(engine: EngineHandle, config: ServerConfig) -> io::Result<Self> {
         if !config.host.is_loopback() && !config.allow_public && config.keys.is_none() {
             let host = config.host;
-            let message = format!("{host} is not a loopback address, and without API keys anybody there could use the engine");
+            let message =
+                format!("{host} is not a loopback address, and without API keys anybody there could use the engine");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let listener = TcpListener::bind((config.host, config.port))?;

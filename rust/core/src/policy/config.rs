@@ -321,7 +321,8 @@ impl PolicyConfig {
     /// # Errors
     /// `UnusableParameter` names the field.
     pub(crate) fn check_change(&self, current: &Self, counts_service: bool) -> Result<()> {
-        let fixed = |name| Error::UnusableParameter { name, reason: "cannot change while the engine runs; start it again" };
+        let fixed =
+            |name| Error::UnusableParameter { name, reason: "cannot change while the engine runs; start it again" };
         if self.fairness != current.fairness {
             return Err(fixed("fairness"));
         }
@@ -332,7 +333,8 @@ impl PolicyConfig {
             return Err(fixed("admission"));
         }
         if self.limits_token_rates() && !counts_service {
-            let (name, reason) = ("tokens_per_min", "needs an engine that was started with weights or a rate of tokens");
+            let (name, reason) =
+                ("tokens_per_min", "needs an engine that was started with weights or a rate of tokens");
             return Err(Error::UnusableParameter { name, reason });
         }
         Ok(())

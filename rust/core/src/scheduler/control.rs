@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{Rules, Scheduler};
 use super::flows::Ticket;
 use super::request::{Entry, Request};
+use super::{Rules, Scheduler};
 use crate::policy::Class;
 use crate::request::{FinishReason, RequestId};
 use crate::submit::{Control, Submitted};

@@ -137,7 +137,8 @@ fn one_line_counts_no_tokens_afterwards() {
 #[test]
 fn a_fixed_group_and_a_closed_engine_have_no_other_policy() {
     let fixed = Scheduler::new(SchedulerConfig { policy: Policy::Static, ..SchedulerConfig::default() });
-    let refused = fixed.expect("it is valid").submitter().set_policy(PolicyConfig::fcfs()).expect_err("it has no rules");
+    let refused =
+        fixed.expect("it is valid").submitter().set_policy(PolicyConfig::fcfs()).expect_err("it has no rules");
     assert!(refused.to_string().starts_with("policy"), "{refused}");
     let submitter = Scheduler::new(SchedulerConfig::default()).expect("it is valid").submitter();
     assert_eq!(submitter.set_policy(PolicyConfig::fcfs()), Err(Error::Closed));

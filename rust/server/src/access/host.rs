@@ -37,9 +37,11 @@ impl AllowedHosts {
     /// Refuses a request that calls the server by another name. None at all is no browser's doing. A server on the network is asked
     /// by probes under addresses that it does not know.
     pub(super) fn check(&self, request: &Request, need: Need) -> Result<(), ApiError> {
-        let Some(names) = self.names.as_ref().filter(|_| self.is_loopback || need != Need::Probe) else { return Ok(()) };
+        let Some(names) = self.names.as_ref().filter(|_| self.is_loopback || need != Need::Probe) else {
+            return Ok(());
+        };
         let is_own = |name: &str| names.iter().any(|own| *own == normal(name));
-        let in_target = request.uri().authority().map(|authority| authority.as_str());
+        let in_target = request.uri().host();
         let in_header = request.headers().get_all(HOST).iter().map(|value| value.to_str().unwrap_or_default());
         match in_target.into_iter().chain(in_header).find(|name| !is_own(name)) {
             Some(name) => Err(ApiError::misdirected(name)),
@@ -78,10 +80,28 @@ mod tests {
     #[test]
     fn loopback_answers_to_names_of_loopback_only() {
         let hosts = hosts("127.0.0.2", &["My-Box.example:80"]);
-        for host in ["localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1:1", "[::1]", "[::1]:80", "127.0.0.2", "my-box.EXAMPLE:9"] {
+        for host in [
+            "localhost",
+            "LOCALHOST:8000",
+            "localhost.",
+            "127.0.0.1:1",
+            "[::1]",
+            "[::1]:80",
+            "127.0.0.2",
+            "my-box.EXAMPLE:9",
+        ] {
             assert!(is_allowed(&hosts, host, Need::Key), "{host}");
         }
-        for host in ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "10.0.0.1", "", "[::2]", "127.0.0.3", "evil:127.0.0.1"] {
+        for host in [
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example:80",
+            "10.0.0.1",
+            "",
+            "[::2]",
+            "127.0.0.3",
+            "evil:127.0.0.1",
+        ] {
             assert!(!is_allowed(&hosts, host, Need::Probe), "{host}");
         }
     }

@@ -147,7 +147,7 @@ mod tests {
         let keys = Keyring::new(vec![key("a", "secret-a"), key("b", "secret-b"), key("c", "secret-c")]);
         let keys = keys.expect("they differ");
         for (secret, name) in [("secret-a", "a"), ("secret-b", "b"), ("secret-c", "c")] {
-            assert_eq!(keys.find(secret.as_bytes()).map(|key| key.name()), Some(name));
+            assert_eq!(keys.find(secret.as_bytes()).expect("it is there").name(), name);
         }
         for secret in ["", "secret-", "secret-d", "secret-a ", "Secret-a", "secret-aa"] {
             assert!(keys.find(secret.as_bytes()).is_none(), "{secret}");

@@ -117,7 +117,9 @@ mod tests {
         let again = ApiKey::new("alice", ApiKey::digest(b"another secret"));
         assert!(may_see(None, None) && may_see(None, Some(&alice)));
         assert!(may_see(Some(&alice), Some(&alice)) && may_see(Some(&again), Some(&alice)));
-        assert!(!may_see(Some(&alice), Some(&bob)) && !may_see(Some(&alice), Some(&root)) && !may_see(Some(&alice), None));
+        assert!(
+            !may_see(Some(&alice), Some(&bob)) && !may_see(Some(&alice), Some(&root)) && !may_see(Some(&alice), None)
+        );
         assert!(may_see(Some(&root), Some(&alice)) && may_see(Some(&root), None));
     }
 
@@ -133,7 +135,14 @@ mod tests {
         assert_eq!(read(&["Bearer abc"]), Some(b"abc".to_vec()));
         assert_eq!(read(&["bearer  abc "]), Some(b"abc".to_vec()));
         assert_eq!(read(&["Bearer "]), Some(Vec::new()));
-        for refused in [&[] as &[&'static str], &["abc"], &["Basic abc"], &["Bearer"], &["Bearer a", "Bearer a"], &["Bearer\u{9}a"]] {
+        for refused in [
+            &[] as &[&'static str],
+            &["abc"],
+            &["Basic abc"],
+            &["Bearer"],
+            &["Bearer a", "Bearer a"],
+            &["Bearer\u{9}a"],
+        ] {
             assert_eq!(read(refused), None, "{refused:?}");
         }
     }
