@@ -33,7 +33,11 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     started = time.monotonic()
     logger.info("loading %s", config.model)
     loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, num_threads=config.num_threads
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        num_threads=config.num_threads,
+        tokenizer=config.tokenizer,
     )
     decided = _decide(config, loaded)
     scheduler = Scheduler(_scheduler_config(decided, config, loaded))

@@ -77,6 +77,11 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
     group = parser.add_argument_group("engine")
     default = EngineConfig()
     policy = notes.get("policy", default.policy)
+    group.add_argument(
+        "--tokenizer",
+        metavar="NAME|PATH",
+        help="tokenizer and chat template: known name, folder or .gguf (default: the model's)",
+    )
     group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto)")
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     for name, meaning in _INT_OPTIONS.items():

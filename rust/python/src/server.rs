@@ -57,7 +57,7 @@ impl HttpServer {
             port,
             allow_public,
             served_model_names,
-            keys: api_keys.as_deref().map(keyring).transpose()?,
+            keys: api_keys.map(keyring).transpose()?,
             has_open_metrics: open_metrics,
             allowed_hosts: allowed_hosts.unwrap_or_default(),
             settings: settings.map(read_settings).unwrap_or_default(),
@@ -95,7 +95,7 @@ impl HttpServer {
     /// Puts other keys in force for requests that come from now on; those under way go on. Raises `ValueError` for unusable keys, and then
     /// the old ones stay.
     fn set_api_keys(&self, api_keys: Vec<Py<ApiKey>>) -> PyResult<()> {
-        self.inner.set_keys(keyring(&api_keys)?);
+        self.inner.set_keys(keyring(api_keys)?);
         Ok(())
     }
 
@@ -127,8 +127,8 @@ impl HttpServer {
     }
 }
 
-fn keyring(keys: &[Py<ApiKey>]) -> PyResult<Keyring> {
-    Keyring::new(keys.iter().map(|key| key.get().inner.clone()).collect()).map_err(PyValueError::new_err)
+fn keyring(keys: Vec<Py<ApiKey>>) -> PyResult<Keyring> {
+    Keyring::new(keys.into_iter().map(|key| key.get().inner.clone()).collect()).map_err(PyValueError::new_err)
 }
 
 fn read_settings((engine, engine_for_tenants, server): (String, String, String)) -> Settings {
