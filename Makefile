@@ -60,6 +60,7 @@ test: ## set up, then run every check that CI runs (25 minutes at most on 2 core
 .PHONY: soak
 soak: $(NEED_BUILD) model ## run the long versions of the tests (hours)
 	CBRS_RANDOM_OPS=100000000 CBRS_SOAK=1 cargo test --locked --profile checked
+	cargo test --locked --profile checked -p cbrs-server --test key_timing -- --ignored
 	CBRS_SOAK=1 LOOM_MAX_PREEMPTIONS=4 LOOM_MAX_DURATION=120 $(LOOM)
 	CBRS_SOAK=1 $(PY) -m pytest $(PYTEST_WORKERS) -m soak --timeout 0 $(PYTEST_ARGS)
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "ApiKey",
     "Batch",
     "CbrsError",
     "CpuKernels",
@@ -175,13 +176,53 @@ class StepError(CbrsError, ValueError):
     """
 
 @final
+class ApiKey:
+    """An API key of `HttpServer`: its name, the SHA-256 of its secret (32 bytes), what it may do.
+
+    Its requests are those of `tenant` (None: of the tenant that they name), of class `priority` if
+    they name none (None: as the policy says) and at most of class `max_priority`. `is_admin` may
+    claim any tenant and class, and sees, cancels and reads the requests of all. Raises `ValueError`
+    for a digest of another size and an unknown class.
+    """
+
+    def __new__(
+        cls,
+        name: str,
+        digest: bytes,
+        *,
+        tenant: str | None = None,
+        max_priority: Priority = "interactive",
+        priority: Priority | None = None,
+        is_admin: bool = False,
+    ) -> ApiKey: ...
+    @property
+    def name(self) -> str:
+        """What it is called where it is shown."""
+    @property
+    def tenant(self) -> str | None:
+        """Whose requests its requests are; None = whose they say."""
+    @property
+    def max_priority(self) -> Priority:
+        """The most urgent class that it may ask for."""
+    @property
+    def priority(self) -> Priority | None:
+        """Class of its requests that name none; None = as the policy says."""
+    @property
+    def is_admin(self) -> bool:
+        """Whether it may do everything."""
+
+@final
 class HttpServer:
     """An OpenAI-compatible HTTP server in front of a scheduler, on threads that never run Python.
 
     Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of
-    `served_model_names` stands in answers; `settings_json` is what `/version` tells of the engine,
-    `limits_json` the limits that are not the default. Raises `ValueError` for an unusable limit or
-    address, or one that is not loopback without `allow_public`, and `OSError` if it cannot be had.
+    `served_model_names` stands in answers. With `api_keys` all but `/health` and `/ready` needs one
+    of them, with `open_metrics` not `/metrics` and `/stats` either; None lets everybody do
+    everything. On loopback the `Host` header has to be a name of it or one of `allowed_hosts`.
+    `settings` is what `/version` tells: JSON of the engine's settings, of what keys without all
+    rights see of them, and of the server's. `limits_json` has the limits that are not the default.
+    Raises `ValueError` for an unusable limit or address, one that is not loopback without keys or
+    `allow_public`, and unusable keys, and `OSError` if the address cannot be had.
     """
 
     def __new__(
@@ -194,7 +235,10 @@ class HttpServer:
         served_model_names: list[str],
         worker_threads: int | None = None,
         allow_public: bool = False,
-        settings_json: str | None = None,
+        api_keys: list[ApiKey] | None = None,
+        open_metrics: bool = False,
+        allowed_hosts: list[str] | None = None,
+        settings: tuple[str, str, str] | None = None,
         limits_json: str | None = None,
     ) -> HttpServer: ...
     @property
@@ -209,6 +253,13 @@ class HttpServer:
     @property
     def max_connections(self) -> int:
         """Connections that there may be at a time."""
+    def set_api_keys(self, api_keys: list[ApiKey]) -> None:
+        """Puts other keys in force for requests that come from now on; those under way go on.
+
+        Raises `ValueError` for unusable keys, and then the old ones stay.
+        """
+    def set_settings(self, settings: tuple[str, str, str]) -> None:
+        """Replaces what `/version` tells; as the constructor's `settings`."""
     def drain(self) -> None:
         """Refuses new requests from now on; `/ready` says so. What is under way goes on."""
     def wait_idle(self, timeout_s: float) -> bool:
@@ -716,6 +767,23 @@ class Scheduler:
         """Lets requests start again after `pause()`."""
     def is_paused(self) -> bool:
         """Whether `pause()` was called, and `resume()` not since."""
+    @property
+    def policy_settings(self) -> dict[str, Any]:
+        """The whole policy in force, as a new dict that `policy=` takes; of "static" only its
+        name.
+        """
+    def set_policy(
+        self,
+        policy: str | PathLike[str] | dict[str, Any] | None = None,
+        **rules: Unpack[_PolicyRules],
+    ) -> None:
+        """Replaces the policy; `policy` and `rules` as in `SchedulerConfig`. Any thread.
+
+        Class, deadlines, caps, rates and bounds of the queue hold for requests that come from now
+        on; weights and bounds on what runs hold for all from the next step on. `fairness`, `order`
+        and `admission` cannot change, nor anything of "static". An error (`ValueError`,
+        `EngineClosedError`) names the setting, and then everything stays as it was.
+        """
     def stats(self) -> dict[str, int | float]:
         """Counters and gauges by name. Never waits for a step."""
     def reset_prefix_cache(self) -> None:

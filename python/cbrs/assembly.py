@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cbrs._core import OutputProcessor, Scheduler, SchedulerConfig
-from cbrs.config import EffectiveConfig
+from cbrs.config import POLICY_FIELDS, EffectiveConfig
 from cbrs.engine import Engine
 from cbrs.loading import LoadedModel, load_model
 from cbrs.runner.kv_cache import default_num_blocks
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from cbrs.config import EngineConfig
 
 logger = logging.getLogger("cbrs")
-
-# Settings of the engine that are keys of the policy.
-_RULES = (
-    "admission",
-    "victim",
-    "target_itl_ms",
-    "max_queue_s",
-    "classes",
-    "tenants",
-    "default_tenant",
-)
 
 
 def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
@@ -44,11 +33,21 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     started = time.monotonic()
     logger.info("loading %s", config.model)
     loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, num_threads=config.num_threads
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        num_threads=config.num_threads,
+        tokenizer=config.tokenizer,
     )
     decided = _decide(config, loaded)
     scheduler = Scheduler(_scheduler_config(decided, config, loaded))
-    decided = replace(decided, **_settled_by_core(scheduler.config))
+    core = scheduler.config
+    decided = replace(
+        decided,
+        max_model_len=core.max_model_len,
+        policy=core.policy,
+        **policy_in_force(core.policy_settings),
+    )
     runner, sampler = make_runner(
         loaded,
         num_blocks=decided.num_blocks,
@@ -117,7 +116,7 @@ def _num_blocks(
 def _scheduler_config(
     config: EffectiveConfig, given: EngineConfig, loaded: LoadedModel
 ) -> SchedulerConfig:
-    rules = {name: getattr(given, name) for name in _RULES}
+    rules = {name: getattr(given, name) for name in POLICY_FIELDS}
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -136,13 +135,7 @@ def _scheduler_config(
     )
 
 
-def _settled_by_core(config: SchedulerConfig) -> dict[str, Any]:
-    """What the core made of the settings: the policy, and the context that the pool holds."""
-    settings = config.policy_settings
-    rules = {name: settings[name] for name in _RULES if name in settings}
-    return {
-        "max_model_len": config.max_model_len,
-        "policy": config.policy,
-        "policy_settings": settings,
-        **rules,
-    }
+def policy_in_force(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of an `EffectiveConfig` that are what the core made of the policy."""
+    rules = {name: settings[name] for name in POLICY_FIELDS if name in settings}
+    return {"policy_settings": settings, **rules}

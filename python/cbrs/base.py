@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,7 +19,7 @@ except ModuleNotFoundError as error:
         'cbrs.LLM needs torch, which is not installed: pip install "cbrs[engine]"'
     ) from error
 
-from cbrs.assembly import build_engine
+from cbrs.assembly import build_engine, policy_in_force
 from cbrs.config import DEFAULT_MODEL, Dtype, EffectiveConfig, EngineConfig
 from cbrs.errors import InvalidRequestError, closed_error, forked_error
 from cbrs.logprobs import TokenTexts
@@ -156,6 +157,23 @@ class BaseLLM:
     def _begin_serving(self) -> Callable[[], object] | None:
         """Sees to it that the engine is stepped; returns what ends that, if it has to end."""
         return None
+
+    def set_policy(
+        self, policy: str | os.PathLike[str] | dict[str, Any] = "fcfs", **rules: Any
+    ) -> None:
+        """Replaces the policy while requests run; arguments as in `EngineConfig`, from any thread.
+
+        Class, deadlines, caps, rates and bounds of the queue hold for requests that come from now
+        on; weights and bounds on what runs hold for all from the next step on.
+
+        Raises:
+            ValueError: names the setting that is wrong, or cannot change while the engine runs
+                (`fairness`, `order`, `admission`, all of `static`); everything stays as it was.
+        """
+        engine = self.engine
+        engine.scheduler.set_policy(policy, **rules)
+        settings = engine.scheduler.policy_settings
+        engine.config = replace(engine.config, **policy_in_force(settings))
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; what runs goes on."""

@@ -9,6 +9,17 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+POLICY_FIELDS = (
+    "admission",
+    "victim",
+    "target_itl_ms",
+    "max_queue_s",
+    "classes",
+    "tenants",
+    "default_tenant",
+)
+"""Settings of the engine that are keys of the policy."""
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -22,6 +33,9 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     """A known name, `null`, a folder, a `.gguf` file, or (with the extra `hub`) a hub id."""
+    tokenizer: str | os.PathLike[str] | None = None
+    """Tokenizer and chat template to use instead of the model's: a known name, a folder with
+    `tokenizer.json`, or a `.gguf` file. Its vocabulary must fit the model's."""
     dtype: Dtype = "auto"
     """Of weights and KV cache; `auto` is bfloat16 where the device computes in it, else float32."""
     device: str = "auto"

@@ -103,8 +103,9 @@ def load_model(
     device: str = "auto",
     num_threads: int | None = None,
     pack: bool = True,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> LoadedModel:
-    """Load a model to run on `device` in `dtype`.
+    """Load a model to run on `device` in `dtype`, with its tokenizer or the one of `tokenizer`.
 
     `auto` is the first CUDA device if there is one, and bfloat16 where the device computes in it,
     else float32. `num_threads` sets torch's CPU threads, which the process shares; None leaves
@@ -120,11 +121,31 @@ def load_model(
         torch.set_num_threads(num_threads)
     name = os.fspath(name_or_path)
     path = resolve(name)
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
     if isinstance(path, str):
-        return _load_null(name, chosen, target)
+        return _load_null(name, chosen, target, given)
     if path.is_dir():
-        return _load_folder(name, path, chosen, target, pack)
-    return _load_gguf(name, path, chosen, target, pack)
+        return _load_folder(name, path, chosen, target, pack, given)
+    return _load_gguf(name, path, chosen, target, pack, given)
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
+    """Load the tokenizer and chat template of a known model, a folder or a `.gguf` file.
+
+    Raises:
+        ModelLoadError: there is none, or it is malformed.
+    """
+    name = os.fspath(name_or_path)
+    path = hub.pull(name) if name in hub.KNOWN_MODELS else Path(name).expanduser()
+    if not path.exists():
+        known = ", ".join(hub.KNOWN_MODELS)
+        raise load_error(name, "tokenizer", f"no such folder or .gguf file; known names: {known}")
+    if not path.is_dir():
+        return _gguf_tokenizer(GgufFile(str(path)), path)
+    tokenizer = _folder_tokenizer(path)
+    if tokenizer is None:
+        raise load_error(path, "tokenizer.json", "missing")
+    return tokenizer
 
 
 def choose_device(device: str) -> torch.device:
@@ -154,12 +175,15 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def _load_null(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_null(
+    name: str, dtype: torch.dtype, device: torch.device, tokenizer: Tokenizer | None
+) -> LoadedModel:
     cost = parse_step_cost(name)
-    cached = hub.cached(_NULL_TOKENIZER)
-    tokenizer = None if cached is None else _gguf_tokenizer(GgufFile(str(cached)), cached)
-    used = "one of single bytes" if cached is None else f"the one of {_NULL_TOKENIZER}"
-    logger.info("null: the tokenizer is %s", used)
+    if tokenizer is None:
+        cached = hub.cached(_NULL_TOKENIZER)
+        tokenizer = None if cached is None else _gguf_tokenizer(GgufFile(str(cached)), cached)
+        used = "one of single bytes" if cached is None else f"the one of {_NULL_TOKENIZER}"
+        logger.info("null: the tokenizer is %s", used)
     module = NullModel(tokenizer, cost)
     return LoadedModel(
         name=name,
@@ -174,14 +198,19 @@ def _load_null(name: str, dtype: torch.dtype, device: torch.device) -> LoadedMod
 
 
 def _load_gguf(
-    name: str, path: Path, dtype: torch.dtype, device: torch.device, pack: bool
+    name: str,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: bool,
+    given: Tokenizer | None,
 ) -> LoadedModel:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         raise load_error(path, "model", "give the folder with config.json, or a .gguf file")
     source = GgufFile(str(path))
     config = config_from_gguf(source, path)
     family = model_class(config.architecture)
-    tokenizer = _gguf_tokenizer(source, path)
+    tokenizer = given or _gguf_tokenizer(source, path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path)
     convert = partial(family.convert_gguf, config)
     weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, pack=pack)
@@ -193,7 +222,12 @@ def _load_gguf(
 
 
 def _load_folder(
-    name: str, path: Path, dtype: torch.dtype, device: torch.device, pack: bool
+    name: str,
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    pack: bool,
+    given: Tokenizer | None,
 ) -> LoadedModel:
     values = read_json(path / "config.json")
     generation_file = path / "generation_config.json"
@@ -203,7 +237,7 @@ def _load_folder(
     if not any(path.glob("*.safetensors")) and not (path / "model.safetensors.index.json").exists():
         raise load_error(path, "model.safetensors", _no_weights(path))
     source = SafetensorsCheckpoint(str(path))
-    tokenizer = _folder_tokenizer(path)
+    tokenizer = given or _folder_tokenizer(path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path / "tokenizer.json")
     convert = partial(family.convert_hf, config)
     weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, pack=pack)

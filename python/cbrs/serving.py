@@ -12,17 +12,18 @@ import os
 import time
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from cbrs._core import HttpServer
 from cbrs.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from cbrs._core import Tokenizer
+    from cbrs._core import ApiKey, Tokenizer
     from cbrs.base import BaseLLM
+    from cbrs.config import EffectiveConfig
 
 # Between two looks at signals while a server is drained.
 _DRAIN_INTERVAL_S = 0.1
@@ -64,29 +65,43 @@ class RunningServer:
         served_model_names: Sequence[str] = (),
         worker_threads: int | None = None,
         allow_public: bool = False,
+        api_keys: Sequence[ApiKey] | None = None,
+        open_metrics: bool = False,
+        allowed_hosts: Sequence[str] = (),
         limits: ServerLimits | None = None,
+        settings: Mapping[str, Any] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         """Listens from now on; `served_model_names` is the name of the model unless given.
 
+        With `api_keys` a request needs one of them, besides for `/health` and `/ready`, and with
+        `open_metrics` for `/metrics` and `/stats`. `allowed_hosts` adds to the names by which a
+        server on loopback may be called. `settings` is what `/version` tells of the server: no
+        secrets.
+
         Raises:
-            ValueError: an address that is unusable, or public without `allow_public`; a limit that
-                is unknown or out of its range.
+            ValueError: keys that are unusable, an address that is, or one that is public without
+                keys and without `allow_public`; a limit that is unknown or out of its range.
             OSError: the address cannot be had.
             EngineClosedError: `llm` is closed.
         """
         engine = llm.engine
         self._llm = llm
-        settings = json.dumps(asdict(engine.config), default=str)
+        names = list(served_model_names) or [served_name(engine.config.model)]
+        own = {"host": host, "port": port, "served_model_name": names}
+        self._settings = own if settings is None else dict(settings)
         self._server = HttpServer(
             engine.processor,
             _tokenizer(llm),
             host=host,
             port=port,
-            served_model_names=list(served_model_names) or [served_name(engine.config.model)],
+            served_model_names=names,
             worker_threads=worker_threads,
             allow_public=allow_public,
-            settings_json=settings,
+            api_keys=None if api_keys is None else list(api_keys),
+            open_metrics=open_metrics,
+            allowed_hosts=list(allowed_hosts),
+            settings=_settings_json(engine.config, self._settings),
             limits_json=json.dumps(limits or {}),
         )
         self._end = weakref.finalize(self, _end, self._server, on_close)
@@ -116,6 +131,17 @@ class RunningServer:
     def max_connections(self) -> int:
         """Connections that there may be at a time."""
         return self._server.max_connections
+    def set_api_keys(self, api_keys: Sequence[ApiKey]) -> None:
+        """Puts other keys in force for requests that come from now on; those under way go on.
+
+        Raises:
+            ValueError: keys that are unusable; the old ones stay.
+        """
+        self._server.set_api_keys(list(api_keys))
+
+    def refresh_settings(self) -> None:
+        """Has `/version` tell the engine's settings as they are now."""
+        self._server.set_settings(_settings_json(self._llm.config(), self._settings))
 
     def drain(self, timeout_s: float, is_cut: Callable[[], bool] = lambda: False) -> bool:
         """Refuses new requests and waits for those under way; returns whether all have finished.
@@ -155,6 +181,15 @@ def _tokenizer(llm: BaseLLM) -> Tokenizer | None:
         return llm.tokenizer
     except InvalidRequestError:
         return None  # the model has none: prompts are token ids
+
+
+def _settings_json(config: EffectiveConfig, own: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The engine's settings, what a tenant may see of them, and the server's."""
+    engine = asdict(config)
+    rules = {name: value for name, value in config.policy_settings.items() if name != "tenants"}
+    for_tenants = {**engine, "tenants": None, "policy_settings": rules}
+    as_json = [json.dumps(value, default=str) for value in (engine, for_tenants, own)]
+    return as_json[0], as_json[1], as_json[2]
 
 
 def _end(server: HttpServer, on_close: Callable[[], object] | None) -> None:

@@ -31,7 +31,7 @@ def send(server: RunningServer, body: dict[str, Any]) -> socket.socket:
     """Sends a request over a connection of its own."""
     connection = socket.create_connection((server.host, server.port))
     payload = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(payload)}\r\n\r\n"
     connection.sendall(head.encode() + payload)
     return connection
 

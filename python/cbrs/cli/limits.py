@@ -8,6 +8,9 @@ import resource
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbrs.cli.settings import Value
     from cbrs.serving import ServerLimits
 
 logger = logging.getLogger("cbrs")
@@ -35,17 +38,22 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options; what is not given is None."""
     group = parser.add_argument_group("limits")
     for name, kind, meaning in _OPTIONS:
-        option = "--" + name.removesuffix("_s").replace("_", "-")
+        option = "--" + _setting(name).replace("_", "-")
         metavar = "N" if kind is int else "S"
-        group.add_argument(option, dest=name, type=kind, metavar=metavar, help=meaning)
+        group.add_argument(option, type=kind, metavar=metavar, help=meaning)
 
 
-def given_limits(arguments: argparse.Namespace) -> ServerLimits:
+def given_limits(values: Mapping[str, Value]) -> ServerLimits:
     """Returns the limits that were given."""
-    values = {name: getattr(arguments, name) for name, _, _ in _OPTIONS}
+    limits = {name: values[_setting(name)].value for name, _, _ in _OPTIONS}
     return cast(
-        "ServerLimits", {name: value for name, value in values.items() if value is not None}
+        "ServerLimits", {name: value for name, value in limits.items() if value is not None}
     )
+
+
+def _setting(name: str) -> str:
+    """The option for a limit."""
+    return name.removesuffix("_s")
 
 
 def raise_open_files(max_connections: int) -> None:

@@ -77,6 +77,11 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
     group = parser.add_argument_group("engine")
     default = EngineConfig()
     policy = notes.get("policy", default.policy)
+    group.add_argument(
+        "--tokenizer",
+        metavar="NAME|PATH",
+        help="tokenizer and chat template: known name, folder or .gguf (default: the model's)",
+    )
     group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto)")
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     for name, meaning in _INT_OPTIONS.items():
@@ -95,11 +100,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
         help="milliseconds between two tokens that the steps aim at (default: no target)",
     )
     group.add_argument(
-        "--no-prefix-caching",
+        "--prefix-caching",
         dest="enable_prefix_caching",
-        action="store_const",
-        const=False,
-        help="do not reuse KV blocks between prompts that begin alike",
+        action=argparse.BooleanOptionalAction,
+        help="reuse KV blocks between prompts that begin alike (default: yes)",
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from cbrs.cli.access import POLICY, Access, Reloader, read_access
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, add_offline_option, positive_int
 from cbrs.cli.limits import add_limit_options, given_limits, raise_open_files
-from cbrs.cli.options import add_engine_options, given
-from cbrs.config import DEFAULT_MODEL, EngineConfig
+from cbrs.cli.options import add_engine_options
+from cbrs.cli.settings import DEFAULT, Settings, Value
+from cbrs.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import types
@@ -28,8 +31,12 @@ logger = logging.getLogger("cbrs")
 _EXAMPLE = "cbrs serve null --port 8000"
 _DETAILS = """\
 SIGTERM and Ctrl-C end it: new requests are refused, those under way may finish for the time of
---drain-timeout; a second signal cuts them. Exit codes: 0 all requests had finished, 1 some were cut
-or the engine died, 2 bad input."""
+--drain-timeout; a second signal cuts them. SIGHUP reads the files of --api-keys and --policy again.
+Exit codes: 0 all requests had finished, 1 some were cut or the engine died, 2 bad input.
+
+Each option is a variable of the environment, too (CBRS_MAX_NUM_SEQS for --max-num-seqs), and a key
+of the file of --config (max_num_seqs). A flag goes before a variable, and that before the file.
+CBRS_API_KEY is a key with all rights."""
 # The end of the engine is looked for this often.
 _LOOK_INTERVAL_S = 0.5
 
@@ -73,50 +80,102 @@ def add_parser(commands: Commands) -> None:
     )
     group.add_argument(
         "--allow-public",
-        action="store_true",
-        help="listen on an address that is not loopback, although anybody there may use it",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="listen on an address that is not loopback without API keys: anybody there may use it",
+    )
+    group.add_argument(
+        "--api-keys", metavar="FILE.toml", help="who may use the server, and how much of it"
+    )
+    group.add_argument(
+        "--open-metrics",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="/metrics and /stats need no API key",
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="a name of the server besides those of loopback, as Host has it; repeatable, * = any",
     )
     add_limit_options(parser)
-    add_engine_options(parser, policy="fair")
+    add_engine_options(parser, policy=POLICY)
+    # Last: it has to see all options.
+    parser.set_defaults(settings=Settings(parser))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from cbrs.async_llm import AsyncLLM
 
+    environ = dict(os.environ)
     with _signals() as signals:
-        options = {"policy": "fair", **given(arguments, EngineConfig)}
-        llm = AsyncLLM(**options)
+        values, warnings = arguments.settings.resolve(arguments, environ)
+        access = read_access(values, environ)
+        for warning in (*warnings, *(access.keys.warnings if access.keys else ())):
+            logger.warning("%s", warning)
+        if values["offline"].value:
+            # As the flag does; the command sees to it that it is as before afterwards.
+            os.environ["CBRS_OFFLINE"] = "1"
+        llm = AsyncLLM(**access.engine_options)
         try:
-            with _start(llm, arguments) as server:
+            values = _decided(values, llm)
+            _print(values)
+            with _start(llm, values, access) as server:
                 raise_open_files(server.max_connections)
                 logger.info("serving %s at %s", llm.config().model, server.url)
-                _wait(llm, signals)
-                return _end(server, signals, arguments.drain_timeout)
+                _wait(llm, signals, Reloader(llm, server, values, environ))
+                return _end(server, signals, values["drain_timeout"].value)
         finally:
             asyncio.run(llm.aclose())
 
 
-def _start(llm: AsyncLLM, arguments: argparse.Namespace) -> RunningServer:
+def _decided(values: dict[str, Value], llm: AsyncLLM) -> dict[str, Value]:
+    """The settings with what the engine made of those that nobody gave."""
+    config = llm.config()
+    return {
+        name: Value(getattr(config, name, item.value), DEFAULT) if item.source == DEFAULT else item
+        for name, item in values.items()
+    }
+
+
+def _print(values: dict[str, Value]) -> None:
+    """Logs each setting and where it is from. There are no secrets among them."""
+    lines = [f"  {name} = {item.value} ({item.source})" for name, item in values.items()]
+    logger.info("%s", "\n".join(["settings:", *lines]))
+
+
+def _start(llm: AsyncLLM, values: dict[str, Value], access: Access) -> RunningServer:
     from cbrs.serving import RunningServer
 
+    host, port = values["host"].value, values["port"].value
+    settings = {name: {"value": it.value, "source": it.source} for name, it in values.items()}
     try:
         return RunningServer(
             llm,
-            host=arguments.host,
-            port=arguments.port,
-            served_model_names=arguments.served_model_name or (),
-            worker_threads=arguments.http_threads,
-            allow_public=arguments.allow_public,
-            limits=given_limits(arguments),
+            host=host,
+            port=port,
+            served_model_names=values["served_model_name"].value or (),
+            worker_threads=values["http_threads"].value,
+            allow_public=values["allow_public"].value,
+            api_keys=None if access.keys is None else access.keys.keys,
+            open_metrics=values["open_metrics"].value,
+            allowed_hosts=values["allowed_host"].value or (),
+            limits=given_limits(values),
+            settings=settings,
         )
     except OSError as error:
-        message = f"cannot listen on {arguments.host}, port {arguments.port}: {error}"
-        raise InputError(message) from error
+        raise InputError(f"cannot listen on {host}, port {port}: {error}") from error
 
 
-def _wait(llm: AsyncLLM, signals: _Signals) -> None:
-    """Returns at the first signal; raises if the engine dies."""
-    while not signals.arrived.wait(_LOOK_INTERVAL_S):
+def _wait(llm: AsyncLLM, signals: _Signals, reloader: Reloader) -> None:
+    """Returns at the first signal that ends the server; raises if the engine dies."""
+    while signals.count == 0:
+        if signals.arrived.wait(_LOOK_INTERVAL_S):
+            signals.arrived.clear()
+        if signals.is_reload_wanted:
+            signals.is_reload_wanted = False
+            reloader.reload()
         llm.stats()
 
 
@@ -129,27 +188,36 @@ def _end(server: RunningServer, signals: _Signals, drain_timeout_s: float) -> in
 
 
 class _Signals:
-    """Counts the signals that ask for the end."""
+    """Counts the signals that ask for the end, and notes one that asks to reload."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_reload_wanted = False
         self.arrived = threading.Event()
 
-    def on_signal(self, number: int, frame: types.FrameType | None) -> None:
+    def on_end(self, number: int, frame: types.FrameType | None) -> None:
         self.count += 1
+        self.arrived.set()
+
+    def on_reload(self, number: int, frame: types.FrameType | None) -> None:
+        self.is_reload_wanted = True
         self.arrived.set()
 
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Counts SIGTERM and SIGINT instead of what they would do; afterwards all is as it was."""
+    """Notes SIGTERM, SIGINT and SIGHUP, which do nothing else; afterwards all is as it was."""
     signals = _Signals()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, signals.on_signal) for number in numbers]
+    handlers = {
+        signal.SIGTERM: signals.on_end,
+        signal.SIGINT: signals.on_end,
+        signal.SIGHUP: signals.on_reload,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield signals
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::admission::UNKNOWN_RETRY_S;
-use crate::config::SchedulerConfig;
+use crate::config::{Policy, SchedulerConfig};
 use crate::control::ControlStack;
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::hash::PrefixHasher;
 use crate::overload::terms::{Terms, Times};
 use crate::overload::{AdmissionControl, Arrival, Reservation};
-use crate::policy::PolicyConfig;
+use crate::policy::{Class, PolicyConfig};
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
 use crate::scheduler::MAX_PER_ROW;
@@ -43,13 +43,22 @@ pub(crate) struct Submitted {
 #[derive(Debug)]
 pub(crate) enum Control {
     Cancel(RequestId),
-    Finish { id: RequestId, choice: i32, num_tokens: u32, stop_reason: Option<Arc<str>> },
+    Finish {
+        id: RequestId,
+        choice: i32,
+        num_tokens: u32,
+        stop_reason: Option<Arc<str>>,
+    },
+    /// The door has another policy.
+    FollowPolicy,
 }
 
 impl Control {
-    pub(crate) fn request(&self) -> RequestId {
+    /// Whom it is about, if that is one request.
+    pub(crate) fn request(&self) -> Option<RequestId> {
         match *self {
-            Self::Cancel(id) | Self::Finish { id, .. } => id,
+            Self::Cancel(id) | Self::Finish { id, .. } => Some(id),
+            Self::FollowPolicy => None,
         }
     }
 }
@@ -73,7 +82,10 @@ pub(crate) struct Shared {
     /// Whether requests that have not started must wait, and whether the last plan knew that.
     is_paused: AtomicBool,
     is_pause_planned: AtomicBool,
-    rules: PolicyConfig,
+    /// The policy is `static`, which has no rules.
+    is_static: bool,
+    /// Tokens of tenants were counted from the beginning.
+    counts_service: bool,
     vocab_size: Option<u32>,
     max_model_len: usize,
     hash_prompts: bool,
@@ -92,7 +104,8 @@ impl Shared {
             stats: Snapshot::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }.to_numbers()),
             is_paused: AtomicBool::new(false),
             is_pause_planned: AtomicBool::new(false),
-            rules: config.rules().clone(),
+            is_static: config.policy == Policy::Static,
+            counts_service: config.rules().counts_service(),
             vocab_size: config.vocab_size,
             max_model_len: config.max_model_len,
             hash_prompts: config.enable_prefix_caching,
@@ -167,8 +180,9 @@ impl Submitter {
             return Err(Error::Closed);
         }
         spec.truncate_prompt(shared.max_model_len)?;
-        let terms = Terms::new(&shared.rules, &spec);
-        let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len, terms.max_tokens_cap(&shared.rules))?;
+        let rules = shared.gate.rules();
+        let terms = Terms::new(&rules.policy, &spec);
+        let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len, terms.max_tokens_cap(&rules.policy))?;
         shared.gate.check_size(terms.class, spec.prompt_token_ids.len() as u64)?;
         let tenant = spec.tenant.clone();
         let arrival = Arrival {
@@ -261,6 +275,42 @@ impl Submitter {
         fault::point("pause");
         self.shared.is_paused.store(is_paused, Ordering::Relaxed);
         self.shared.waker.wake();
+    }
+
+    /// The policy in force.
+    pub fn policy(&self) -> PolicyConfig {
+        self.shared.gate.rules().policy.clone()
+    }
+
+    /// Class of a tenant's requests that name none.
+    pub fn default_class(&self, tenant: Option<&str>) -> Class {
+        self.shared.gate.rules().policy.tenant(tenant).priority.unwrap_or_default()
+    }
+
+    /// Replaces the policy. What is asked of a request (class, deadlines, caps, rates, bounds of the queue) holds for those that come
+    /// from now on; weights and bounds on what runs hold for all from the next step on.
+    ///
+    /// The parts that the scheduler is built of stay: fairness, order, admission. Where nothing counted tokens so far, neither weights nor
+    /// rates of tokens, no tenant can be given a rate of tokens. There is room for the tenants that the first policy with weights or rates
+    /// made room for.
+    ///
+    /// # Errors
+    /// `InvalidNumber`, `InvalidConfig` or `UnusableParameter` names the field, `Closed`; everything stays as it was then.
+    pub fn set_policy(&self, policy: PolicyConfig) -> Result<()> {
+        let shared = &*self.shared;
+        if shared.queue.is_closed() {
+            return Err(Error::Closed);
+        }
+        policy.validate()?;
+        if shared.is_static {
+            let reason = "\"static\" has no rules that could change; start again with another one";
+            return Err(Error::UnusableParameter { name: "policy", reason });
+        }
+        policy.check_change(&shared.gate.rules().policy, shared.counts_service)?;
+        shared.gate.set_policy(policy);
+        shared.controls.push(Control::FollowPolicy);
+        shared.waker.wake();
+        Ok(())
     }
 
     /// Whether `pause` was called, and `resume` not since.

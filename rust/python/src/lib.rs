@@ -1,5 +1,6 @@
 //! The only PyO3 code of cbrs: classes, exceptions and array hand-over; no logic.
 
+mod api_key;
 mod arrays;
 mod batch;
 mod config;
@@ -33,6 +34,8 @@ fn arm_panic(point: &str) {
 /// Native module of cbrs; import it through the package.
 #[pymodule(gil_used = false)]
 mod _core {
+    #[pymodule_export]
+    use crate::api_key::ApiKey;
     #[pymodule_export]
     use crate::batch::Batch;
     #[pymodule_export]

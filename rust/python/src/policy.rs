@@ -80,6 +80,15 @@ impl GivenPolicy {
         Ok(())
     }
 
+    /// The rules that an engine is to have while it runs.
+    pub(crate) fn finish_change(self) -> PyResult<PolicyConfig> {
+        if self.base == Policy::Static {
+            let message = "policy is \"static\", which an engine cannot get while it runs; start it again";
+            return Err(PyValueError::new_err(message));
+        }
+        Ok(self.rules)
+    }
+
     /// What the core is to be made with.
     pub(crate) fn finish(self) -> PyResult<(Policy, PolicyConfig)> {
         match self.given.first() {

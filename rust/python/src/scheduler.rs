@@ -19,6 +19,7 @@ use crate::config::SchedulerConfig;
 use crate::errors::{EngineDeadError, step_error, to_py};
 use crate::memory::Memory;
 use crate::parameters::{Parameters, positive_max_tokens};
+use crate::policy::{self, GivenPolicy, config_error};
 use crate::stepping::{GivenResult, StepState};
 use crate::views::Views;
 
@@ -285,6 +286,24 @@ impl Scheduler {
     /// Whether `pause()` was called, and `resume()` not since.
     fn is_paused(&self) -> bool {
         self.submitter.is_paused()
+    }
+
+    /// The whole policy in force, as a new dict that `policy=` takes; of "static" only its name.
+    #[getter]
+    fn policy_settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        policy::settings(py, self.config.get().core.policy, &self.submitter.policy())
+    }
+
+    /// Replaces the policy; `policy` and `rules` as in `SchedulerConfig`. Any thread; never waits for a step.
+    ///
+    /// Class, deadlines, caps, rates and bounds of the queue hold for requests that come from now on; weights and bounds on what runs hold
+    /// for all from the next step on. `fairness`, `order` and `admission` cannot change, nor anything of "static". An error
+    /// (`ValueError`, `EngineClosedError`) names the setting, and then everything stays as it was.
+    #[pyo3(signature = (policy=None, **rules))]
+    fn set_policy(&self, policy: Option<&Bound<'_, PyAny>>, rules: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+        let mut given = GivenPolicy::read(policy)?;
+        given.set_keywords("set_policy", rules)?;
+        self.submitter.set_policy(given.finish_change()?).map_err(|error| config_error(&error))
     }
 
     /// Counters and gauges by name. Never waits for a step.

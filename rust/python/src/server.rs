@@ -5,18 +5,21 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cbrs_server::{EngineHandle, Limits, Server, ServerConfig};
+use cbrs_server::{EngineHandle, Keyring, Limits, Server, ServerConfig, Settings};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::api_key::ApiKey;
 use crate::text::{OutputProcessor, Tokenizer};
 
 /// An OpenAI-compatible HTTP server in front of a scheduler, on threads of its own that never run Python.
 ///
 /// Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of `served_model_names` stands in
-/// answers; `settings_json` is what `/version` tells of the engine, `limits_json` the limits that are not the default. Raises
-/// `ValueError` for an unusable limit or address, or one that is not loopback without `allow_public`, and `OSError` if it cannot
-/// be had.
+/// answers. With `api_keys` all but `/health` and `/ready` needs one of them, with `open_metrics` not `/metrics` and `/stats` either; None lets
+/// everybody do everything. On loopback the `Host` header has to be a name of it or one of `allowed_hosts`. `settings` is what `/version`
+/// tells: JSON of the engine's settings, of what keys without all rights see of them, and of the server's. `limits_json` has the limits that
+/// are not the default. Raises `ValueError` for an unusable limit or address, one that is not loopback without keys or `allow_public`, and
+/// unusable keys, and `OSError` if the address cannot be had.
 #[pyclass(frozen, module = "cbrs")]
 #[derive(Debug)]
 pub(crate) struct HttpServer {
@@ -27,7 +30,7 @@ pub(crate) struct HttpServer {
 impl HttpServer {
     #[new]
     #[pyo3(signature = (processor, tokenizer=None, *, host="127.0.0.1", port=0, served_model_names, worker_threads=None,
-        allow_public=false, settings_json=None, limits_json=None))]
+        allow_public=false, api_keys=None, open_metrics=false, allowed_hosts=None, settings=None, limits_json=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments of Python
     fn new(
         py: Python<'_>,
@@ -38,7 +41,10 @@ impl HttpServer {
         served_model_names: Vec<String>,
         worker_threads: Option<usize>,
         allow_public: bool,
-        settings_json: Option<String>,
+        api_keys: Option<Vec<Py<ApiKey>>>,
+        open_metrics: bool,
+        allowed_hosts: Option<Vec<String>>,
+        settings: Option<(String, String, String)>,
         limits_json: Option<&str>,
     ) -> PyResult<Self> {
         let host: IpAddr = if host == "localhost" { "127.0.0.1" } else { host }
@@ -54,14 +60,19 @@ impl HttpServer {
             port,
             allow_public,
             served_model_names,
-            engine_settings: settings_json,
+            keys: api_keys.map(keyring).transpose()?,
+            has_open_metrics: open_metrics,
+            allowed_hosts: allowed_hosts.unwrap_or_default(),
+            settings: settings.map(read_settings).unwrap_or_default(),
             worker_threads: worker_threads.unwrap_or(default.worker_threads),
             limits: limits.unwrap_or_default(),
             ..default
         };
         let engine = engine(processor.get(), tokenizer.map(Bound::get));
         let inner = py.detach(|| Server::start(engine, config)).map_err(|error| match error.kind() {
-            ErrorKind::InvalidInput => PyValueError::new_err(format!("{error}; allow_public permits it")),
+            ErrorKind::InvalidInput => {
+                PyValueError::new_err(format!("{error}; give api_keys, or permit it by allow_public"))
+            }
             _ => error.into(),
         })?;
         Ok(Self { inner })
@@ -91,6 +102,18 @@ impl HttpServer {
         self.inner.limits().max_connections
     }
 
+    /// Puts other keys in force for requests that come from now on; those under way go on. Raises `ValueError` for unusable keys, and then
+    /// the old ones stay.
+    fn set_api_keys(&self, api_keys: Vec<Py<ApiKey>>) -> PyResult<()> {
+        self.inner.set_keys(keyring(api_keys)?);
+        Ok(())
+    }
+
+    /// Replaces what `/version` tells; as the constructor's `settings`.
+    fn set_settings(&self, settings: (String, String, String)) {
+        self.inner.set_settings(read_settings(settings));
+    }
+
     /// Refuses new requests from now on; `/ready` says so. What is under way goes on.
     fn drain(&self) {
         self.inner.drain();
@@ -112,6 +135,14 @@ impl HttpServer {
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
+}
+
+fn keyring(keys: Vec<Py<ApiKey>>) -> PyResult<Keyring> {
+    Keyring::new(keys.into_iter().map(|key| key.get().inner.clone()).collect()).map_err(PyValueError::new_err)
+}
+
+fn read_settings((engine, engine_for_tenants, server): (String, String, String)) -> Settings {
+    Settings { engine, engine_for_tenants, server }
 }
 
 fn engine(processor: &OutputProcessor, tokenizer: Option<&Tokenizer>) -> EngineHandle {

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use arc_swap::ArcSwap;
 use axum::Router as Routes;
+use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 
-use crate::config::ServerConfig;
+use crate::access::{self, Access};
+use crate::config::{ServerConfig, Settings};
 use crate::engine::EngineHandle;
 use crate::error::ApiError;
 use crate::health::Health;
@@ -20,6 +23,9 @@ use crate::stream::Router;
 pub(crate) struct App {
     pub(crate) engine: EngineHandle,
     pub(crate) config: ServerConfig,
+    pub(crate) access: Access,
+    /// What `/version` tells; another one after a reload.
+    pub(crate) settings: ArcSwap<Settings>,
     pub(crate) router: Router,
     pub(crate) lifecycle: Lifecycle,
     pub(crate) health: Health,
@@ -34,6 +40,8 @@ impl App {
         let health = Health::new(engine.submitter.clone(), config.step_timeout);
         Self {
             engine,
+            access: Access::new(&config),
+            settings: ArcSwap::from_pointee(config.settings.clone()),
             config,
             router: Router::new(),
             lifecycle: Lifecycle::default(),
@@ -84,5 +92,7 @@ pub(crate) fn routes(app: Arc<App>) -> Routes {
         .route("/stats", get(routes::stats))
         .fallback(routes::unknown_path)
         .method_not_allowed_fallback(routes::wrong_method)
+        // Around everything above, whatever its path.
+        .layer(from_fn_with_state(Arc::clone(&app), access::guard))
         .with_state(app)
 }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use cbrs_core::Error;
-use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use hyper::{HeaderMap, StatusCode};
 use serde::Serialize;
 
@@ -63,6 +63,24 @@ impl ApiError {
     /// 404.
     pub(crate) fn not_found(message: impl Into<String>, code: &'static str) -> Self {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message, Some(code))
+    }
+
+    /// 401: no API key, or none that is valid.
+    pub(crate) fn unauthorized(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, "invalid_request_error", message, Some("invalid_api_key"))
+    }
+
+    /// 403 about a parameter that the API key does not permit.
+    pub(crate) fn forbidden(param: &'static str, message: impl Into<String>) -> Self {
+        let error = Self::new(StatusCode::FORBIDDEN, "permission_error", message, Some("permission_denied"));
+        Self { param: Some(param.into()), ..error }
+    }
+
+    /// 421: the request calls the server by a name that is not its own.
+    pub(crate) fn misdirected(host: &str) -> Self {
+        let shown: String = host.chars().take(100).collect();
+        let message = format!("the host {shown:?} is not served here; --allowed-host adds names");
+        Self::new(StatusCode::MISDIRECTED_REQUEST, "invalid_request_error", message, Some("host_not_allowed"))
     }
 
     /// 404 for a model that is not served.
@@ -130,6 +148,9 @@ impl ApiError {
     fn headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::with_capacity(3);
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(seconds) = self.retry_after_s {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
         }

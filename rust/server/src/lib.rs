@@ -3,7 +3,8 @@
 //!
 //! # One request's way
 //!
-//! 1. [`Server`] accepts a connection and holds its heads to the limits (`connection/`), and axum finds the route (`app.rs`, `routes/`).
+//! 1. [`Server`] accepts a connection and holds its heads to the limits (`connection/`), the request is let in, with its key (`access/`), and
+//!    axum finds the route (`app.rs`, `routes/`).
 //! 2. The body is read up to the limit (`body.rs`), parsed and held to OpenAI's limits (`wire/`); the core checks the rest.
 //! 3. Prompts are rendered and tokenized, long ones on a thread of the pool, and submitted (`engine.rs`, `stream/begin.rs`).
 //! 4. The text thread sends updates to one channel; `stream/router.rs` hands them to the mailbox of each request in one pass.
@@ -16,6 +17,7 @@
 //! 2. Nothing here waits for a reader: what a reader does not take costs the memory of its own tokens.
 //! 3. An error is OpenAI's error object (`error.rs`), in a stream an event before `[DONE]`.
 
+mod access;
 mod app;
 mod body;
 mod config;
@@ -32,6 +34,7 @@ mod server;
 mod stream;
 mod wire;
 
-pub use config::{Limits, ServerConfig};
+pub use access::{ApiKey, Keyring};
+pub use config::{Limits, ServerConfig, Settings};
 pub use engine::{Clock, EngineHandle};
 pub use server::Server;

@@ -9,8 +9,9 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 
+use crate::access::Keyring;
 use crate::app::{self, App};
-use crate::config::{Limits, ServerConfig};
+use crate::config::{Limits, ServerConfig, Settings};
 use crate::connection;
 use crate::engine::EngineHandle;
 
@@ -36,10 +37,12 @@ impl Server {
     /// Listens, and serves from now on.
     ///
     /// # Errors
-    /// `InvalidInput` for a public address that is not allowed; what the operating system says about the address or the threads.
+    /// `InvalidInput` for a public address without keys that is not allowed; what the operating system says about the address or the threads.
     pub fn start(engine: EngineHandle, config: ServerConfig) -> io::Result<Self> {
-        if !config.host.is_loopback() && !config.allow_public {
-            let message = format!("{} is not a loopback address, and anybody there could use the engine", config.host);
+        if !config.host.is_loopback() && !config.allow_public && config.keys.is_none() {
+            let host = config.host;
+            let message =
+                format!("{host} is not a loopback address, and without API keys anybody there could use the engine");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
         }
         let listener = TcpListener::bind((config.host, config.port))?;
@@ -67,6 +70,16 @@ impl Server {
     /// Responses under way.
     pub fn num_active(&self) -> usize {
         self.app.lifecycle.num_active()
+    }
+
+    /// Puts other keys in force for requests that come from now on; those under way go on. Requests are whose they were, by name of the key.
+    pub fn set_keys(&self, keys: Keyring) {
+        self.app.access.set_keys(keys);
+    }
+
+    /// Replaces what `/version` tells.
+    pub fn set_settings(&self, settings: Settings) {
+        self.app.settings.store(Arc::new(settings));
     }
 
     /// Takes no new requests from now on; `/ready` says so. What is under way goes on.

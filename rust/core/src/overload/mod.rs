@@ -20,14 +20,16 @@ mod model;
 mod promises;
 mod rates;
 mod refusing;
+mod rules;
 mod service;
 mod tenants;
 pub(crate) mod terms;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use arc_swap::ArcSwap;
 use crossbeam_utils::CachePadded;
 
 pub use bucket::{Bucket, RateLimit};
@@ -41,10 +43,11 @@ use crate::admission::{AdmissionGate, UNKNOWN_RETRY_S};
 use crate::config::SchedulerConfig;
 use crate::error::{Error, Result};
 use crate::hash::PrefixHasher;
-use crate::policy::{Class, Fairness, TenantLimits};
+use crate::policy::{Class, Fairness, PolicyConfig, TenantLimits};
 use crate::submit::max_live_requests;
 use crate::sync::{AtomicU64, Ordering};
 use refusing::{Refusing, Shortage};
+pub(crate) use rules::DoorRules;
 use tenants::Measure;
 
 /// What a tenant may have in the queue, relative to what is free of it.
@@ -99,18 +102,17 @@ pub(crate) struct Reservation {
 #[derive(Debug)]
 pub(crate) struct AdmissionControl {
     bounds: AdmissionGate,
-    /// Parts of the bounds by class.
-    max_requests: [usize; 3],
-    max_tokens: [u64; 3],
-    max_queue_us: [Option<f64>; 3],
+    rules: ArcSwap<DoorRules>,
     /// Requests that may wait under a bound in seconds while nobody knows how long they take.
     max_unpriced: usize,
     full: CachePadded<Full>,
     service: QueuedService,
     model: ServiceModel,
     promises: Promises,
-    /// Only if some rule needs it.
-    tenants: Option<TenantTable>,
+    /// From the first policy on that needs it. Requests from before hold no cell.
+    tenants: OnceLock<TenantTable>,
+    /// Live requests for whose tenants it has room.
+    max_live_requests: usize,
     is_weighted: bool,
     hasher: PrefixHasher,
     /// Time of the last step.
@@ -148,19 +150,11 @@ struct PublishedLoad {
 
 impl AdmissionControl {
     pub(crate) fn new(config: &SchedulerConfig) -> Self {
-        let rules = config.rules();
         let bounds = AdmissionGate::new(config.queue_capacity, config.max_queued_tokens);
-        let shares: [f64; 3] = std::array::from_fn(|class| rules.classes[class].queue_share);
-        let limited = |limits: &TenantLimits| limits.requests_per_min.is_some() || limits.tokens_per_min.is_some();
-        let is_weighted = rules.fairness == Fairness::Weighted;
-        let has_rates = rules.tenants.values().chain([&rules.default_tenant]).any(limited);
-        let max_tenants = max_live_requests(config).max(if has_rates { MIN_RATED_TENANTS } else { 0 });
+        let rules = DoorRules::new(config.rules().clone(), &bounds);
         let zero = || AtomicU64::new(0);
-        Self {
-            max_requests: shares.map(|share| ((bounds.max_requests() as f64 * share) as usize).max(1)),
-            max_tokens: shares.map(|share| part_of_tokens(bounds.max_tokens(), share)),
+        let this = Self {
             max_unpriced: config.max_num_seqs,
-            max_queue_us: shares.map(|share| rules.max_queue_s.map(|seconds| seconds * share * 1e6)),
             full: CachePadded::new(Full {
                 requests: std::array::from_fn(|_| Refusing::new()),
                 tokens: std::array::from_fn(|_| Refusing::new()),
@@ -168,8 +162,10 @@ impl AdmissionControl {
             service: QueuedService::new(),
             model: ServiceModel::new(),
             promises: Promises::new(),
-            tenants: (is_weighted || has_rates).then(|| TenantTable::new(max_tenants)),
-            is_weighted,
+            tenants: OnceLock::new(),
+            max_live_requests: max_live_requests(config),
+            is_weighted: rules.policy.fairness == Fairness::Weighted,
+            rules: ArcSwap::from_pointee(rules),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
             now_ns: CachePadded::new(zero()),
             refusals: CachePadded::new(Refusals { num_requests: zero(), num_by_load: zero(), by_load_us: zero() }),
@@ -182,6 +178,29 @@ impl AdmissionControl {
                 is_refusing: zero(),
             }),
             bounds,
+        };
+        this.make_tenants(&this.rules.load());
+        this
+    }
+
+    /// The rules in force.
+    pub(crate) fn rules(&self) -> arc_swap::Guard<Arc<DoorRules>> {
+        self.rules.load()
+    }
+
+    /// Puts a policy with the same fairness in force for requests that come from now on.
+    pub(crate) fn set_policy(&self, policy: PolicyConfig) {
+        let rules = DoorRules::new(policy, &self.bounds);
+        self.make_tenants(&rules);
+        self.rules.store(Arc::new(rules));
+    }
+
+    /// Makes the table of tenants as soon as a policy needs it.
+    fn make_tenants(&self, rules: &DoorRules) {
+        let has_rates = rules.has_rates();
+        if self.is_weighted || has_rates {
+            let min_tenants = if has_rates { MIN_RATED_TENANTS } else { 0 };
+            self.tenants.get_or_init(|| TenantTable::new(self.max_live_requests.max(min_tenants)));
         }
     }
 
@@ -190,7 +209,7 @@ impl AdmissionControl {
     /// # Errors
     /// `InvalidLength`.
     pub(crate) fn check_size(&self, class: Class, num_prompt_tokens: u64) -> Result<()> {
-        if num_prompt_tokens <= self.max_tokens[class as usize] {
+        if num_prompt_tokens <= self.rules().max_tokens[class as usize] {
             return Ok(());
         }
         let (name, expected) = ("prompt_token_ids", "within max_queued_tokens, of which a class fills its queue_share");
@@ -202,13 +221,13 @@ impl AdmissionControl {
     /// # Errors
     /// `TenantOverRate`, `TooManyTenants`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
     pub(crate) fn reserve(&self, arrival: &Arrival<'_>) -> Result<Reservation> {
-        let tenant = self.tenants.as_ref().map_or(TenantCell::NONE, |tenants| {
+        let tenant = self.tenants.get().map_or(TenantCell::NONE, |tenants| {
             tenants.acquire(self.hasher.tenant(arrival.tenant.map_or("", |name| name)), arrival.now_ns)
         });
         let result = self.charge_rates(arrival, tenant).and_then(|()| {
             let reserved = self.reserve_queue(arrival, tenant);
             if reserved.is_err()
-                && let Some(tenants) = &self.tenants
+                && let Some(tenants) = self.tenants.get()
             {
                 tenants.refund(tenant, arrival.rate_limits(), arrival.num_prompt_tokens);
             }
@@ -222,7 +241,7 @@ impl AdmissionControl {
     }
 
     fn charge_rates(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> Result<()> {
-        let Some(tenants) = &self.tenants else {
+        let Some(tenants) = self.tenants.get() else {
             return Ok(());
         };
         if tenant == TenantCell::NONE && arrival.rate_limits() != [None; 2] {
@@ -252,7 +271,7 @@ impl AdmissionControl {
         }
         self.queue_for_tenant(arrival, &reservation)?;
         let held = self.queue_service(arrival, &reservation).inspect_err(|_| {
-            self.tenants.iter().for_each(|tenants| tenants.dequeue(tenant));
+            self.tenants.get().into_iter().for_each(|tenants| tenants.dequeue(tenant));
         });
         held?;
         self.queue_request(arrival, &reservation).inspect_err(|_| self.release_service(&reservation))?;
@@ -265,7 +284,7 @@ impl AdmissionControl {
         let service_us = self.service_us(class, u64::from(num_prompt_tokens), max_tokens, num_choices);
         let Some(service_us) = service_us else { return reservation };
         let _ = self.service.reserve(class, u64::from(service_us), u64::MAX);
-        let _ = self.tenants.as_ref().map(|tenants| tenants.queue_service(tenant, u64::from(service_us), u64::MAX));
+        let _ = self.tenants.get().map(|tenants| tenants.queue_service(tenant, u64::from(service_us), u64::MAX));
         Reservation { service_us, ..reservation }
     }
 
@@ -311,7 +330,7 @@ impl AdmissionControl {
         }
         let share_left = 1.0 - self.urgent_load(arrival.class);
         let mut ahead_us = self.service.ahead_of(arrival.class) as f64;
-        if let Some(tenants) = self.tenants.as_ref().filter(|_| self.is_weighted && tenant != TenantCell::NONE) {
+        if let Some(tenants) = self.tenants.get().filter(|_| self.is_weighted && tenant != TenantCell::NONE) {
             let own_us = tenants.queued(tenant).service_us as f64;
             let fair_us = own_us * tenants.fair_slowdown(tenant, arrival.limits.weight);
             ahead_us = ahead_us.min(self.service.more_urgent_than(arrival.class) as f64 + fair_us);
@@ -323,11 +342,12 @@ impl AdmissionControl {
 
     /// Counts the request for its tenant, within the tenant's part of the queue.
     fn queue_for_tenant(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
-        let Some(tenants) = &self.tenants else {
+        let Some(tenants) = self.tenants.get() else {
             return Ok(());
         };
         let num_queued = self.bounds.queued_requests() as u64;
-        let num_free = (self.max_requests[arrival.class as usize] as u64).saturating_sub(num_queued);
+        let max_requests = self.rules().max_requests[arrival.class as usize] as u64;
+        let num_free = max_requests.saturating_sub(num_queued);
         let limit = self.part_of_tenant(num_free);
         let refuse = |own: u64, limit: u64| {
             let Shortage { excess, is_closed } = tenants.note_refusal(reservation.tenant, Measure::Requests, own);
@@ -350,14 +370,14 @@ impl AdmissionControl {
 
     /// Whether a tenant has filled its part and has to wait until it has less; then: how much.
     fn keeps_refusing_tenant(&self, tenant: TenantCell, measure: Measure, part: u64) -> Option<u64> {
-        let tenants = self.tenants.as_ref().filter(|_| self.is_weighted)?;
+        let tenants = self.tenants.get().filter(|_| self.is_weighted)?;
         let low = tenants.keeps_refusing(tenant, measure)?;
         (!self.is_modest(tenant, measure, part)).then_some(low)
     }
 
     /// A tenant that is far from filling its part need not wait until the queue, of others or its own, has become shorter.
     fn is_modest(&self, tenant: TenantCell, measure: Measure, part: u64) -> bool {
-        let own = self.tenants.as_ref().map_or(0, |tenants| tenants.queued(tenant).get(measure));
+        let own = self.tenants.get().map_or(0, |tenants| tenants.queued(tenant).get(measure));
         self.is_weighted && tenant != TenantCell::NONE && own < part / 2
     }
 
@@ -371,7 +391,7 @@ impl AdmissionControl {
         is_closed: bool,
     ) -> Error {
         let weight = arrival.limits.weight;
-        let slowdown = self.tenants.as_ref().map_or(1.0, |tenants| tenants.fair_slowdown(reservation.tenant, weight));
+        let slowdown = self.tenants.get().map_or(1.0, |tenants| tenants.fair_slowdown(reservation.tenant, weight));
         let excess_us = (own_excess_us * slowdown).min(self.service.total() as f64);
         let retry_after_s = self.promise(arrival, reservation, excess_us, is_closed);
         Error::TenantQueueFull { tenant: arrival.tenant_name(), what, queued, limit, retry_after_s }
@@ -384,10 +404,10 @@ impl AdmissionControl {
             return Ok(());
         }
         let service_us = u64::from(service_us);
-        let Some(max_queue_us) = self.max_queue_us[class as usize] else {
+        let Some(max_queue_us) = self.rules().max_queue_us[class as usize] else {
             // Without a bound neither refuses.
             let _ = self.service.reserve(class, service_us, u64::MAX);
-            let _ = self.tenants.as_ref().map(|tenants| tenants.queue_service(tenant, service_us, u64::MAX));
+            let _ = self.tenants.get().map(|tenants| tenants.queue_service(tenant, service_us, u64::MAX));
             return Ok(());
         };
         let share_left = 1.0 - self.urgent_load(class);
@@ -404,7 +424,7 @@ impl AdmissionControl {
         {
             return Err(too_long(self.service.ahead_of(class), low_us));
         }
-        if let Some(tenants) = &self.tenants {
+        if let Some(tenants) = self.tenants.get() {
             let refuse = |own_us: u64, limit_us: u64| {
                 let Shortage { excess, is_closed } = tenants.note_refusal(tenant, Measure::Service, own_us);
                 let excess_us = excess.max(own_us.saturating_sub(limit_us) / (TENANT_FACTOR + 1) + 1);
@@ -418,7 +438,7 @@ impl AdmissionControl {
             tenants.queue_service(tenant, service_us, part_us).map_err(|own_us| refuse(own_us, part_us))?;
         }
         self.service.reserve(class, service_us, limit_us).map_err(|ahead_us| {
-            self.tenants.iter().for_each(|tenants| tenants.dequeue_service(tenant, service_us));
+            self.tenants.get().into_iter().for_each(|tenants| tenants.dequeue_service(tenant, service_us));
             too_long(ahead_us, limit_us)
         })
     }
@@ -426,8 +446,9 @@ impl AdmissionControl {
     /// Reserves a place in the queue, within the bounds in requests and tokens.
     fn queue_request(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
         let (class, requested) = (arrival.class as usize, arrival.num_prompt_tokens);
-        let (mut max_requests, max_tokens) = (self.max_requests[class], self.max_tokens[class]);
-        if reservation.service_us == 0 && self.max_queue_us[class].is_some() {
+        let rules = self.rules();
+        let (mut max_requests, max_tokens) = (rules.max_requests[class], rules.max_tokens[class]);
+        if reservation.service_us == 0 && rules.max_queue_us[class].is_some() {
             max_requests = max_requests.min(self.max_unpriced);
         }
         let refuse = |shortage: Shortage, queued: u64| {
@@ -495,7 +516,7 @@ impl AdmissionControl {
         if service_us > 0 {
             self.service.release(class, u64::from(service_us));
         }
-        if let Some(tenants) = &self.tenants {
+        if let Some(tenants) = self.tenants.get() {
             tenants.dequeue_service(tenant, u64::from(service_us));
             tenants.dequeue(tenant);
         }
@@ -503,7 +524,7 @@ impl AdmissionControl {
 
     /// Gives up the hold on the tenant's cell: the request has ended.
     pub(crate) fn leave(&self, tenant: TenantCell) {
-        if let Some(tenants) = &self.tenants {
+        if let Some(tenants) = self.tenants.get() {
             tenants.release(tenant);
         }
     }
@@ -511,7 +532,7 @@ impl AdmissionControl {
     /// Gives everything back, as if the request had never come: it cannot be queued after all.
     pub(crate) fn give_back(&self, arrival: &Arrival<'_>, reservation: &Reservation) {
         self.release(reservation);
-        if let Some(tenants) = &self.tenants {
+        if let Some(tenants) = self.tenants.get() {
             tenants.refund(reservation.tenant, arrival.rate_limits(), arrival.num_prompt_tokens);
         }
         self.leave(reservation.tenant);
@@ -519,7 +540,7 @@ impl AdmissionControl {
 
     /// Charges output tokens to the rate of the tenant of a live request.
     pub(crate) fn charge_output(&self, tenant: TenantCell, num_tokens: u64, now_ns: u64) {
-        if let Some(tenants) = &self.tenants {
+        if let Some(tenants) = self.tenants.get() {
             tenants.charge_output(tenant, num_tokens, now_ns);
         }
     }
@@ -603,15 +624,10 @@ impl AdmissionControl {
     pub(crate) fn check_drained(&self) {
         assert_eq!((self.queued_requests(), self.queued_tokens()), (0, 0), "a reservation leaked");
         assert_eq!(self.service.total(), 0, "reserved service leaked");
-        if let Some(tenants) = &self.tenants {
+        if let Some(tenants) = self.tenants.get() {
             assert_eq!((tenants.num_references(), tenants.waiting_weight()), (0, 0), "a hold on a tenant leaked");
         }
     }
-}
-
-/// A part of a bound on tokens; the whole one exactly.
-fn part_of_tokens(max_tokens: u64, share: f64) -> u64 {
-    if share >= 1.0 { max_tokens } else { ((max_tokens as f64 * share) as u64).max(1) }
 }
 
 fn read(number: &AtomicU64) -> f64 {

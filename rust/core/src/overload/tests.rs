@@ -305,7 +305,7 @@ fn rates_hold_however_many_tenants_come() {
         assert!(matches!(come(&door, name), Err(Error::TenantOverRate { .. })), "{name} has used its minute");
     }
     // A table that is full.
-    door.tenants = Some(TenantTable::new(8));
+    door.tenants = TenantTable::new(8).into();
     let results: Vec<_> = names.iter().map(|name| come(&door, name)).collect();
     assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 16);
     let refused = results.into_iter().find_map(Result::err).expect("there are 16 cells");

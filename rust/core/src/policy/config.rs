@@ -316,6 +316,30 @@ impl PolicyConfig {
         self.tenants.values().chain([&self.default_tenant]).any(|tenant| tenant.tokens_per_min.is_some())
     }
 
+    /// Refuses what cannot follow on `current` while an engine runs; `counts_service`: it counts the tokens of tenants.
+    ///
+    /// # Errors
+    /// `UnusableParameter` names the field.
+    pub(crate) fn check_change(&self, current: &Self, counts_service: bool) -> Result<()> {
+        let fixed =
+            |name| Error::UnusableParameter { name, reason: "cannot change while the engine runs; start it again" };
+        if self.fairness != current.fairness {
+            return Err(fixed("fairness"));
+        }
+        if self.order != current.order {
+            return Err(fixed("order"));
+        }
+        if self.admission != current.admission {
+            return Err(fixed("admission"));
+        }
+        if self.limits_token_rates() && !counts_service {
+            let (name, reason) =
+                ("tokens_per_min", "needs an engine that was started with weights or a rate of tokens");
+            return Err(Error::UnusableParameter { name, reason });
+        }
+        Ok(())
+    }
+
     /// Admissions of others after which the oldest aged request is next.
     pub(crate) fn aged_interval(&self) -> u32 {
         (1.0 / self.aged_share).round() as u32

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::Scheduler;
 use super::flows::Ticket;
 use super::request::{Entry, Request};
+use super::{Rules, Scheduler};
 use crate::policy::Class;
 use crate::request::{FinishReason, RequestId};
 use crate::submit::{Control, Submitted};
@@ -54,7 +54,7 @@ impl Scheduler {
     }
 
     fn apply(&mut self, control: Control) {
-        let id = control.request();
+        let Some(id) = control.request() else { return self.follow_policy() };
         if !self.shared.slots.is_live(id) {
             return;
         }
@@ -71,7 +71,18 @@ impl Scheduler {
                     self.finish_early(sequence, num_tokens, stop_reason.as_ref());
                 }
             }
+            Control::FollowPolicy => {}
         }
+    }
+
+    /// Takes over the policy of the door; several changes since the last step are one.
+    fn follow_policy(&mut self) {
+        let policy = self.shared.gate.rules().policy.clone();
+        self.flows.set_policy(&policy);
+        // What is counted from the beginning stays counted.
+        let counts_service = self.rules.counts_service;
+        self.rules = Rules { counts_service, ..Rules::new(&policy) };
+        self.config.rules = Some(policy);
     }
 
     fn finish_early(&mut self, sequence: u32, num_tokens: u32, stop_reason: Option<&Arc<str>>) {

@@ -207,8 +207,7 @@ impl Flows {
     }
 
     fn add(&mut self, policy: &PolicyConfig, (tenant, class): (Option<Arc<str>>, Class)) -> u32 {
-        let limits = policy.tenant(tenant.as_deref());
-        let (weight, cap) = if self.is_fair { (limits.weight, limits.max_num_seqs) } else { (1.0, None) };
+        let (weight, max_running) = terms(policy, tenant.as_deref(), self.is_fair);
         let entry = Flow {
             class,
             tenant: tenant.clone(),
@@ -217,11 +216,11 @@ impl Flows {
             waiting: List::EMPTY,
             by_deadline: BTreeSet::new(),
             num_running: 0,
-            max_running: cap.map_or(u32::MAX, |cap| cap as u32),
+            max_running,
             num_requests: 0,
             is_free: false,
             weight,
-            token_service: (SCALE / weight).round() as u64,
+            token_service: token_service(weight),
             service: 0,
             activation: 0,
             place: Place::Nowhere,
@@ -234,6 +233,22 @@ impl Flows {
         }
         self.by_key.insert((tenant, class), flow);
         flow
+    }
+
+    /// Weights and bounds as a new policy has them, for all flows there are.
+    pub(super) fn set_policy(&mut self, policy: &PolicyConfig) {
+        // Who holds how much for its weight is looked at anew.
+        self.num_running_changes += 1;
+        for entry in self.entries.iter_mut().filter(|entry| !entry.is_free) {
+            let (weight, max_running) = terms(policy, entry.tenant.as_deref(), self.is_fair);
+            let before = entry.weight_thousandths();
+            (entry.weight, entry.token_service) = (weight, token_service(weight));
+            entry.max_running = max_running;
+            if entry.num_requests > 0 {
+                let sum = &mut self.active_weights[entry.class as usize];
+                *sum = *sum - before + entry.weight_thousandths();
+            }
+        }
     }
 
     /// A request of the flow has ended. What an idle flow has had counts as long as it is ahead of the others.
@@ -513,6 +528,17 @@ impl Flows {
         let num_known = self.entries.len() - self.free.len();
         assert_eq!((self.iter().count(), self.by_key.len()), (num_known, num_known), "a flow leaked");
     }
+}
+
+/// Weight of a tenant's flows, and bound on what each of them may run.
+fn terms(policy: &PolicyConfig, tenant: Option<&str>, is_fair: bool) -> (f64, u32) {
+    let limits = policy.tenant(tenant);
+    let (weight, cap) = if is_fair { (limits.weight, limits.max_num_seqs) } else { (1.0, None) };
+    (weight, cap.map_or(u32::MAX, |cap| cap as u32))
+}
+
+fn token_service(weight: f64) -> u64 {
+    (SCALE / weight).round() as u64
 }
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ use crate::error::{Error, Result};
 use crate::fault;
 use crate::overload::Rates;
 use crate::policy;
-use crate::policy::Admission;
+use crate::policy::{Admission, PolicyConfig};
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
 use admit::PassedBy;
@@ -238,7 +238,7 @@ impl Scheduler {
             parked: Vec::new(),
             lacks_memory: [false; 3],
             lacked_memory: [false; 3],
-            rules: Rules::new(&config),
+            rules: Rules::new(config.rules()),
             num_unstarted_choices: 0,
             planned_lanes: PlannedLanes::default(),
             pieces: Vec::with_capacity(config.max_num_seqs),
@@ -528,8 +528,7 @@ struct Rules {
 }
 
 impl Rules {
-    fn new(config: &SchedulerConfig) -> Self {
-        let policy = config.rules();
+    fn new(policy: &PolicyConfig) -> Self {
         Self {
             admission: policy.admission,
             victim: policy.victim,

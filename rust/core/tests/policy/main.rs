@@ -13,6 +13,7 @@
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
 //! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
 //! | `starvation` | the bounds on waits while others go on coming |
+//! | `reload` | another policy while the engine runs |
 //! | `random` | random policies and operations, each step checked by the rig |
 
 #[path = "../behaviour/rng.rs"]
@@ -27,6 +28,7 @@ mod memory;
 mod misfits;
 mod pace;
 mod random;
+mod reload;
 mod rig;
 mod starvation;
 mod tenants;

@@ -43,6 +43,18 @@ fn random_rules(rng: &mut Rng) -> PolicyConfig {
     rules
 }
 
+/// Another policy that may follow on `rules`.
+fn random_change(rng: &mut Rng, rules: &PolicyConfig) -> PolicyConfig {
+    let PolicyConfig { fairness, order, admission, .. } = *rules;
+    let mut next = PolicyConfig { fairness, order, admission, ..random_rules(rng) };
+    if fairness == Fairness::Off {
+        for limits in next.tenants.values_mut() {
+            *limits = TenantLimits { requests_per_min: limits.requests_per_min, ..TenantLimits::default() };
+        }
+    }
+    next
+}
+
 fn random_config(rng: &mut Rng) -> SchedulerConfig {
     let max_num_seqs = rng.within(1, 8);
     SchedulerConfig {
@@ -100,7 +112,7 @@ fn episode(seed: u64, num_ops: usize) -> Counts {
     let load = rng.within(2, 30);
     // In some episodes nothing fails, so that waits and shares get far.
     let error_rate = if rng.one_in(2) { 0 } else { rng.within(1, 5) };
-    let (mut num_refused, mut num_finished) = (0, 0);
+    let (mut num_refused, mut num_finished, mut num_changes) = (0, 0, 0);
     for _ in 0..num_ops {
         match rng.below(100) {
             0..30 if rig.requests.values().filter(|known| known.end.is_none()).count() < load => {
@@ -120,6 +132,11 @@ fn episode(seed: u64, num_ops: usize) -> Counts {
             }
             93..95 => rig.set_paused(rng.one_in(3)),
             95..98 => rig.now_ns += rng.within(1, 300) as u64 * 1_000_000,
+            98 if rng.one_in(2) => {
+                let rules = random_change(&mut rng, &rig.rules);
+                rig.set_policy(rules).expect("it can change like this");
+                num_changes += 1;
+            }
             98 if rng.below(20) < error_rate => rig.fail(),
             _ => rig.scheduler.reset_prefix_cache(),
         }
@@ -135,6 +152,7 @@ fn episode(seed: u64, num_ops: usize) -> Counts {
         ("errors", stats.num_error_requests),
         ("refused", num_refused),
         ("finished", num_finished),
+        ("changes", num_changes),
         ("choices", rig.requests.values().filter(|known| known.choices.len() > 1 && known.is_started).count() as u64),
         ("overtakes", kept.overtakes),
         ("due chunks", kept.due_chunks),

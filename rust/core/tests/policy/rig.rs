@@ -231,6 +231,13 @@ impl Rig {
         if is_paused { self.submitter.pause() } else { self.submitter.resume() }
     }
 
+    /// Puts another policy in force.
+    pub(crate) fn set_policy(&mut self, rules: PolicyConfig) -> cbrs_core::Result<()> {
+        self.submitter.set_policy(rules.clone())?;
+        self.rules = rules;
+        Ok(())
+    }
+
     pub(crate) fn submitter(&self) -> &Submitter {
         &self.submitter
     }

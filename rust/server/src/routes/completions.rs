@@ -8,6 +8,7 @@ use cbrs_text::ChatRequest;
 use hyper::header::HeaderValue;
 
 use super::{json, read};
+use crate::access;
 use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::names::{REQUEST_ID, given_name};
@@ -54,12 +55,14 @@ fn named(answer: Result<Response, ApiError>, name: HeaderValue) -> Response {
 
 async fn complete(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
+    let owner = access::caller(&request);
     let body: CompletionBody = read(&app, request).await?;
     let mut completion = body.check(limits)?;
     let common = &mut completion.common;
     app.check_model(&common.model)?;
     let num_prompts = completion.prompt.len();
     let (mut spec, text) = common.take_specs(num_prompts, limits)?;
+    access::claim(owner.as_deref(), &mut spec, common, &app.engine.submitter)?;
     spec.sampling.logprobs = completion.logprobs;
     if completion.echo {
         // The likely tokens of the prompt stand beside those of the output.
@@ -83,17 +86,20 @@ async fn complete(app: Arc<App>, request: Request, id: String, name: Option<Stri
     let tokenizer = app.engine.tokenizer.clone();
     let echo = completion.echo.then_some(Echo { given, tokenizer });
     let outline = outline(&app, &id, common, num_prompts, completion.logprobs);
-    let ticket = begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name })?;
+    let submission = Submission { prompts, spec, text, is_whole: !common.stream, id, name, owner };
+    let ticket = begin(&app, submission)?;
     answer(ticket, CompletionAnswer::new(outline, echo), common).await
 }
 
 async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
+    let owner = access::caller(&request);
     let body: ChatBody = read(&app, request).await?;
     let mut chat = body.check()?;
     let common = &mut chat.common;
     app.check_model(&common.model)?;
     let (mut spec, text) = common.take_specs(1, limits)?;
+    access::claim(owner.as_deref(), &mut spec, common, &app.engine.submitter)?;
     spec.sampling.logprobs = chat.logprobs;
     let size = num_bytes(&chat.messages);
     let request = ChatRequest::from_messages(&chat.messages, true);
@@ -105,8 +111,8 @@ async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>)
     };
     let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
     let outline = outline(&app, &id, common, 1, chat.logprobs);
-    let ticket =
-        begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name }).map_err(renamed)?;
+    let submission = Submission { prompts, spec, text, is_whole: !common.stream, id, name, owner };
+    let ticket = begin(&app, submission).map_err(renamed)?;
     answer(ticket, ChatAnswer::new(outline), common).await
 }
 

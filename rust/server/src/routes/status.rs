@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::response::Response;
 use cbrs_core::Figure;
 
 use super::json;
+use crate::access;
 use crate::app::App;
 use crate::error::ApiError;
 use crate::lifecycle::Phase;
@@ -28,11 +29,16 @@ pub(crate) async fn ready(State(app): State<Arc<App>>) -> Result<Response, ApiEr
 }
 
 /// `GET /version`: the version and the settings in effect.
-pub(crate) async fn version(State(app): State<Arc<App>>) -> Response {
+pub(crate) async fn version(State(app): State<Arc<App>>, request: Request) -> Response {
+    let settings = app.settings.load();
+    let sees_tenants = access::caller(&request).is_none_or(|key| key.is_admin());
+    let engine = if sees_tenants { &settings.engine } else { &settings.engine_for_tenants };
     let mut out = b"{\"version\":".to_vec();
     write::string(&mut out, env!("CARGO_PKG_VERSION"));
     out.extend_from_slice(b",\"engine\":");
-    out.extend_from_slice(app.config.engine_settings.as_deref().unwrap_or("null").as_bytes());
+    out.extend_from_slice(engine.as_bytes());
+    out.extend_from_slice(b",\"server\":");
+    out.extend_from_slice(settings.server.as_bytes());
     out.push(b'}');
     json(out)
 }

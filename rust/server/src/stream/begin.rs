@@ -6,6 +6,7 @@ use cbrs_core::RequestSpec;
 use cbrs_text::TextSpec;
 
 use super::ticket::{Submitted, Ticket};
+use crate::access::ApiKey;
 use crate::app::App;
 use crate::error::ApiError;
 
@@ -22,6 +23,8 @@ pub(crate) struct Submission {
     pub(crate) id: String,
     /// What the client calls it.
     pub(crate) name: Option<String>,
+    /// The key that it was sent with.
+    pub(crate) owner: Option<Arc<ApiKey>>,
 }
 
 /// Submits a request.
@@ -29,8 +32,8 @@ pub(crate) struct Submission {
 /// # Errors
 /// Why one of its prompts was refused; the others are cancelled then.
 pub(crate) fn begin(app: &Arc<App>, submission: Submission) -> Result<Ticket, ApiError> {
-    let Submission { prompts, mut spec, text, is_whole, id, name } = submission;
-    let ticket = Ticket::open(app, Submitted::new(id, name), prompts.len())?;
+    let Submission { prompts, mut spec, text, is_whole, id, name, owner } = submission;
+    let ticket = Ticket::open(app, Submitted::new(id, name, owner), prompts.len())?;
     let now_ns = (app.engine.clock)();
     let last = prompts.len() - 1;
     for (number, (index, prompt)) in ticket.indices().zip(prompts).enumerate() {

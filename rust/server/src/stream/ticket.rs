@@ -9,6 +9,7 @@ use cbrs_core::{FinishReason, RequestId, Submitter};
 use cbrs_text::{End, Update};
 
 use super::mailbox::Mailbox;
+use crate::access::{self, ApiKey};
 use crate::app::App;
 use crate::error::ApiError;
 
@@ -18,18 +19,25 @@ pub(crate) struct Submitted {
     id: String,
     /// What the client calls it.
     name: Option<String>,
+    /// The key that it was sent with, if keys are configured.
+    owner: Option<Arc<ApiKey>>,
     requests: Mutex<Vec<RequestId>>,
     is_cancelled: AtomicBool,
 }
 
 impl Submitted {
-    pub(super) fn new(id: String, name: Option<String>) -> Self {
-        Self { id, name, requests: Mutex::default(), is_cancelled: AtomicBool::new(false) }
+    pub(super) fn new(id: String, name: Option<String>, owner: Option<Arc<ApiKey>>) -> Self {
+        Self { id, name, owner, requests: Mutex::default(), is_cancelled: AtomicBool::new(false) }
     }
 
     /// The id that the response carries.
     pub(crate) fn id(&self) -> &str {
         &self.id
+    }
+
+    /// Whether a caller may see, cancel and read it; for others it does not exist.
+    pub(crate) fn is_visible_to(&self, caller: Option<&ApiKey>) -> bool {
+        access::may_see(caller, self.owner.as_deref())
     }
 
     /// All its names.
