@@ -13,6 +13,7 @@
 //! | `memory` | admission by the estimated peak, victims, requests that do not fit |
 //! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
 //! | `starvation` | the bounds on waits while others go on coming |
+//! | `trace` | what is written down about requests, and the times of steps |
 //! | `random` | random policies and operations, each step checked by the rig |
 
 #[path = "../behaviour/rng.rs"]
@@ -30,3 +31,4 @@ mod random;
 mod rig;
 mod starvation;
 mod tenants;
+mod trace;
