@@ -179,7 +179,8 @@ class HttpServer:
     """An OpenAI-compatible HTTP server in front of a scheduler, on threads that never run Python.
 
     Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of
-    `served_model_names` stands in answers; `settings_json` is what `/version` tells of the engine.
+    `served_model_names` stands in answers; `settings_json` is what `/version` tells of the engine;
+    `access_log` writes a line for each request to the standard error output.
     Raises `ValueError` for an unusable address, or one that is not loopback without `allow_public`,
     and `OSError` if it cannot be had.
     """
@@ -195,6 +196,7 @@ class HttpServer:
         worker_threads: int | None = None,
         allow_public: bool = False,
         settings_json: str | None = None,
+        access_log: Literal["text", "json"] | None = None,
     ) -> HttpServer: ...
     @property
     def host(self) -> str:

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cbrs._core import HttpServer
 from cbrs.errors import InvalidRequestError
@@ -45,9 +45,12 @@ class RunningServer:
         served_model_names: Sequence[str] = (),
         worker_threads: int | None = None,
         allow_public: bool = False,
+        access_log: Literal["text", "json"] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         """Listens from now on; `served_model_names` is the name of the model unless given.
+
+        With `access_log` a line for each request goes to the process's standard error output.
 
         Raises:
             ValueError: an address that is unusable, or public without `allow_public`.
@@ -66,6 +69,7 @@ class RunningServer:
             worker_threads=worker_threads,
             allow_public=allow_public,
             settings_json=settings,
+            access_log=access_log,
         )
         self._end = weakref.finalize(self, _end, self._server, on_close)
 

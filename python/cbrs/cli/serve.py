@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, add_offline_option, positive_int
+from cbrs.cli.logs import add_log_options, set_up_logs
 from cbrs.cli.options import add_engine_options, given
 from cbrs.config import DEFAULT_MODEL, EngineConfig
 
@@ -75,12 +76,14 @@ def add_parser(commands: Commands) -> None:
         action="store_true",
         help="listen on an address that is not loopback, although anybody there may use it",
     )
+    add_log_options(group)
     add_engine_options(parser, policy="fair")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from cbrs.async_llm import AsyncLLM
 
+    arguments.access_log = set_up_logs(arguments)
     with _signals() as signals:
         options = {"policy": "fair", **given(arguments, EngineConfig)}
         llm = AsyncLLM(**options)
@@ -104,6 +107,7 @@ def _start(llm: AsyncLLM, arguments: argparse.Namespace) -> RunningServer:
             served_model_names=arguments.served_model_name or (),
             worker_threads=arguments.http_threads,
             allow_public=arguments.allow_public,
+            access_log=arguments.access_log,
         )
     except OSError as error:
         message = f"cannot listen on {arguments.host}, port {arguments.port}: {error}"

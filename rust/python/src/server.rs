@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cbrs_server::{EngineHandle, Server, ServerConfig};
+use cbrs_server::{EngineHandle, LogFormat, Server, ServerConfig};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -14,7 +14,8 @@ use crate::text::{OutputProcessor, Tokenizer};
 /// An OpenAI-compatible HTTP server in front of a scheduler, on threads of its own that never run Python.
 ///
 /// Somebody has to step the scheduler of `processor`. `port` 0 is one that is free; the first of `served_model_names` stands in
-/// answers; `settings_json` is what `/version` tells of the engine. Raises `ValueError` for an unusable address,
+/// answers; `settings_json` is what `/version` tells of the engine; `access_log` ("text" or "json") writes a line for each request to the
+/// standard error output. Raises `ValueError` for an unusable address,
 /// or one that is not loopback without `allow_public`, and `OSError` if it cannot be had.
 #[pyclass(frozen, module = "cbrs")]
 #[derive(Debug)]
@@ -26,7 +27,7 @@ pub(crate) struct HttpServer {
 impl HttpServer {
     #[new]
     #[pyo3(signature = (processor, tokenizer=None, *, host="127.0.0.1", port=0, served_model_names, worker_threads=None,
-        allow_public=false, settings_json=None))]
+        allow_public=false, settings_json=None, access_log=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments of Python
     fn new(
         py: Python<'_>,
@@ -38,7 +39,9 @@ impl HttpServer {
         worker_threads: Option<usize>,
         allow_public: bool,
         settings_json: Option<String>,
+        access_log: Option<&str>,
     ) -> PyResult<Self> {
+        let access_log = access_log.map(log_format).transpose()?;
         let host: IpAddr = if host == "localhost" { "127.0.0.1" } else { host }
             .parse()
             .map_err(|_| PyValueError::new_err(format!("host is {host:?}, but must be an IP address or localhost")))?;
@@ -52,6 +55,7 @@ impl HttpServer {
             allow_public,
             served_model_names,
             engine_settings: settings_json,
+            access_log,
             worker_threads: worker_threads.unwrap_or(default.worker_threads),
             ..default
         };
@@ -101,6 +105,14 @@ impl HttpServer {
     /// Closes the socket and all connections and joins the threads. Closing twice does no harm.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
+    }
+}
+
+fn log_format(name: &str) -> PyResult<LogFormat> {
+    match name {
+        "text" => Ok(LogFormat::Text),
+        "json" => Ok(LogFormat::Json),
+        _ => Err(PyValueError::new_err(format!("access_log is {name:?}, but must be \"text\", \"json\" or None"))),
     }
 }
 

@@ -1,17 +1,23 @@
 //! What all routes share, and the table of routes.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Router as Routes;
+use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 
+use crate::access::AccessLog;
 use crate::config::ServerConfig;
 use crate::engine::EngineHandle;
 use crate::error::ApiError;
+use crate::events::EventLog;
 use crate::health::Health;
 use crate::lifecycle::Lifecycle;
+use crate::metrics::Metrics;
 use crate::names::{IdSource, Names};
+use crate::observe::observe;
 use crate::routes;
 use crate::stream::Router;
 
@@ -25,14 +31,22 @@ pub(crate) struct App {
     pub(crate) health: Health,
     pub(crate) names: Names,
     pub(crate) ids: IdSource,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) events: EventLog,
+    /// Absent if no line is wanted.
+    pub(crate) access: Option<Arc<AccessLog>>,
     /// Seconds since 1970 at which the server started.
     pub(crate) started: u64,
 }
 
 impl App {
-    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> Self {
+    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> io::Result<Self> {
         let health = Health::new(engine.submitter.clone(), config.step_timeout);
-        Self {
+        let access = config.access_log.map(|format| AccessLog::to_stderr(format, Arc::clone(&engine.clock)));
+        Ok(Self {
+            metrics: Arc::default(),
+            events: EventLog::new(engine.submitter.trace()),
+            access: access.transpose()?.map(Arc::new),
             engine,
             config,
             router: Router::new(),
@@ -41,7 +55,7 @@ impl App {
             names: Names::default(),
             ids: IdSource::new(),
             started: unix_time(),
-        }
+        })
     }
 
     /// The name that answers call the model by.
@@ -70,19 +84,23 @@ pub(crate) fn unix_time() -> u64 {
 
 /// The table of routes.
 pub(crate) fn routes(app: Arc<App>) -> Routes {
+    let observed = from_fn_with_state(Arc::clone(&app), observe);
     Routes::new()
         .route("/v1/completions", post(routes::completions))
         .route("/v1/chat/completions", post(routes::chat_completions))
         .route("/v1/models", get(routes::models))
         .route("/v1/models/{*id}", get(routes::model))
+        .route("/v1/requests/{id}", get(routes::request_events))
         .route("/v1/requests/{id}/cancel", post(routes::cancel))
         .route("/tokenize", post(routes::tokenize))
         .route("/detokenize", post(routes::detokenize))
         .route("/health", get(routes::health))
         .route("/ready", get(routes::ready))
+        .route("/metrics", get(routes::metrics))
         .route("/version", get(routes::version))
         .route("/stats", get(routes::stats))
         .fallback(routes::unknown_path)
         .method_not_allowed_fallback(routes::wrong_method)
+        .layer(observed)
         .with_state(app)
 }

@@ -3,6 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
+use crate::access::LogFormat;
+
 /// Settings of one server.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
@@ -20,6 +22,8 @@ pub struct ServerConfig {
     pub engine_settings: Option<String>,
     /// How long the engine may have work and finish no step before `/health` says so.
     pub step_timeout: Duration,
+    /// How the line for each request looks that goes to the standard error output; absent = none is written.
+    pub access_log: Option<LogFormat>,
     /// Bounds on connections and requests.
     pub limits: Limits,
 }
@@ -36,6 +40,7 @@ impl Default for ServerConfig {
             served_model_names: vec!["model".to_owned()],
             engine_settings: None,
             step_timeout: Duration::from_secs(60),
+            access_log: None,
             limits: Limits::default(),
         }
     }

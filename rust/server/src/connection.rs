@@ -14,6 +14,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 
 use crate::config::Limits;
+use crate::metrics::{Metrics, OpenConnection};
 
 /// How long the last bytes of answers may take once the server ends.
 const LAST_BYTES_TIMEOUT: Duration = Duration::from_secs(1);
@@ -21,13 +22,19 @@ const LAST_BYTES_TIMEOUT: Duration = Duration::from_secs(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// Serves connections until `stop`; then open answers may finish for a moment.
-pub(crate) async fn serve(listener: TcpListener, routes: Routes, limits: Limits, stop: Arc<Notify>) {
+pub(crate) async fn serve(
+    listener: TcpListener,
+    routes: Routes,
+    limits: Limits,
+    metrics: &Arc<Metrics>,
+    stop: Arc<Notify>,
+) {
     let builder = builder(&limits);
     let graceful = GracefulShutdown::new();
     let accepting = async {
         loop {
             match listener.accept().await {
-                Ok((stream, _)) => spawn(&builder, &graceful, stream, routes.clone()),
+                Ok((stream, _)) => spawn(&builder, &graceful, stream, routes.clone(), metrics.open_connection()),
                 Err(error) => pause_after(&error).await,
             }
         }
@@ -60,7 +67,13 @@ fn builder(limits: &Limits) -> http1::Builder {
     builder
 }
 
-fn spawn(builder: &http1::Builder, graceful: &GracefulShutdown, stream: TcpStream, routes: Routes) {
+fn spawn(
+    builder: &http1::Builder,
+    graceful: &GracefulShutdown,
+    stream: TcpStream,
+    routes: Routes,
+    open: OpenConnection,
+) {
     // Without it a small event may wait for the acknowledgement of the one before.
     let _ = stream.set_nodelay(true);
     let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
@@ -68,6 +81,7 @@ fn spawn(builder: &http1::Builder, graceful: &GracefulShutdown, stream: TcpStrea
     tokio::spawn(async move {
         // What goes wrong with a connection is the client's affair: its requests are cancelled.
         let _ = watched.await;
+        drop(open);
     });
 }
 

@@ -32,7 +32,12 @@ fn update(choice: u32, text: &str, token: i32, is_last: bool) -> Update {
         text: text.to_owned(),
         token_ids: vec![token],
         logprobs: Some(logprobs),
-        end: is_last.then_some(End { finish_reason: FinishReason::Length, stop_reason: None, error: None, num_tokens: 1 }),
+        end: is_last.then_some(End {
+            finish_reason: FinishReason::Length,
+            stop_reason: None,
+            error: None,
+            num_tokens: 1,
+        }),
         prompt_token_ids: None,
         prompt_logprobs: None,
         num_cached_tokens: 0,

@@ -8,6 +8,7 @@ use cbrs_text::ChatRequest;
 use hyper::header::HeaderValue;
 
 use super::{json, read};
+use crate::access::Entry;
 use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::names::{REQUEST_ID, given_name};
@@ -20,6 +21,7 @@ struct Name {
     id: String,
     given: Option<String>,
     header: HeaderValue,
+    access: Option<Arc<Entry>>,
 }
 
 impl Name {
@@ -29,20 +31,26 @@ impl Name {
         let header = given.cloned().or_else(|| HeaderValue::from_str(&id).ok());
         let header = header.unwrap_or_else(|| HeaderValue::from_static(""));
         let given = given.and_then(|name| name.to_str().ok()).map(str::to_owned);
-        Self { id, given, header }
+        let access = request.extensions().get::<Arc<Entry>>().cloned();
+        if let Some(entry) = &access {
+            entry.name(&id, given.as_deref());
+        }
+        Self { id, given, header, access }
     }
 }
 
 /// `POST /v1/completions`
 pub(crate) async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    let Name { id, given, header } = Name::new(&app, &request, "cmpl-");
-    named(complete(app, request, id, given).await, header)
+    let name = Name::new(&app, &request, "cmpl-");
+    let header = name.header.clone();
+    named(complete(app, request, name).await, header)
 }
 
 /// `POST /v1/chat/completions`
 pub(crate) async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    let Name { id, given, header } = Name::new(&app, &request, "chatcmpl-");
-    named(chat(app, request, id, given).await, header)
+    let name = Name::new(&app, &request, "chatcmpl-");
+    let header = name.header.clone();
+    named(chat(app, request, name).await, header)
 }
 
 /// An answer or an error, with the name of the request.
@@ -52,7 +60,7 @@ fn named(answer: Result<Response, ApiError>, name: HeaderValue) -> Response {
     response
 }
 
-async fn complete(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
+async fn complete(app: Arc<App>, request: Request, name: Name) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
     let body: CompletionBody = read(&app, request).await?;
     let mut completion = body.check(limits)?;
@@ -82,12 +90,13 @@ async fn complete(app: Arc<App>, request: Request, id: String, name: Option<Stri
     }
     let tokenizer = app.engine.tokenizer.clone();
     let echo = completion.echo.then_some(Echo { given, tokenizer });
-    let outline = outline(&app, &id, common, num_prompts, completion.logprobs);
-    let ticket = begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name })?;
+    let outline = outline(&app, &name.id, common, num_prompts, completion.logprobs);
+    let Name { id, given: name, access, .. } = name;
+    let ticket = begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name, access })?;
     answer(ticket, CompletionAnswer::new(outline, echo), common).await
 }
 
-async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
+async fn chat(app: Arc<App>, request: Request, name: Name) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
     let body: ChatBody = read(&app, request).await?;
     let mut chat = body.check()?;
@@ -104,9 +113,10 @@ async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>)
             .renamed("max_tokens", chat.max_tokens_name)
     };
     let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
-    let outline = outline(&app, &id, common, 1, chat.logprobs);
+    let outline = outline(&app, &name.id, common, 1, chat.logprobs);
+    let Name { id, given: name, access, .. } = name;
     let ticket =
-        begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name }).map_err(renamed)?;
+        begin(&app, Submission { prompts, spec, text, is_whole: !common.stream, id, name, access }).map_err(renamed)?;
     answer(ticket, ChatAnswer::new(outline), common).await
 }
 

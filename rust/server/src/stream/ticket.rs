@@ -9,6 +9,7 @@ use cbrs_core::{FinishReason, RequestId, Submitter};
 use cbrs_text::{End, Update};
 
 use super::mailbox::Mailbox;
+use crate::access::{Entry, Tally};
 use crate::app::App;
 use crate::error::ApiError;
 
@@ -74,6 +75,9 @@ pub(crate) struct Ticket {
     indices: Range<u64>,
     /// Indices whose last update has not come.
     num_open: usize,
+    /// Line of the access log, and what it is to say.
+    access: Option<Arc<Entry>>,
+    tally: Tally,
 }
 
 impl Ticket {
@@ -85,17 +89,22 @@ impl Ticket {
         if !app.lifecycle.begin() {
             return Err(ApiError::unavailable("the server is shutting down"));
         }
-        let (submitted, mailbox) = (Arc::new(submitted), Arc::default());
+        let (app, submitted, mailbox) = (Arc::clone(app), Arc::new(submitted), Arc::default());
         let indices = app.router.open(&mailbox, num_prompts);
         app.names.add(&submitted);
-        Ok(Self { app: Arc::clone(app), submitted, mailbox, indices, num_open: num_prompts })
+        Ok(Self { app, submitted, mailbox, indices, num_open: num_prompts, access: None, tally: Tally::default() })
+    }
+
+    /// Lets a line of the access log say what comes of the request.
+    pub(super) fn log_to(&mut self, access: Option<Arc<Entry>>) {
+        self.access = access;
     }
 
     pub(super) fn indices(&self) -> Range<u64> {
         self.indices.clone()
     }
 
-    pub(crate) fn submitted(&self) -> &Submitted {
+    pub(crate) fn submitted(&self) -> &Arc<Submitted> {
         &self.submitted
     }
 
@@ -116,6 +125,7 @@ impl Ticket {
 
     /// Notes that an update was read; returns whether it was the last one.
     pub(crate) fn note(&mut self, update: &Update) -> bool {
+        self.tally.add(update);
         self.num_open -= usize::from(update.is_last);
         self.num_open == 0
     }
@@ -130,6 +140,10 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if self.num_open > 0 {
             self.submitted.cut(&self.app.engine.submitter);
+            self.tally.add_reason(FinishReason::Cancelled);
+        }
+        if let Some(entry) = &self.access {
+            entry.finish(self.tally);
         }
         self.app.names.remove(&self.submitted);
         self.app.router.close(self.indices.clone());
