@@ -740,6 +740,7 @@ fn a_reader_of_a_trace_gets_or_misses_each_record() {
         reader.read(&mut records);
         assert_eq!(records.len() as u64 + reader.num_missed(), 2);
         assert_eq!(records.last(), Some(&record(2)), "nothing came after it");
+        assert!(records.is_sorted_by(|before, after| before.time_ns < after.time_ns), "each comes once");
         assert!(records.iter().all(|&found| found == record(found.time_ns)), "parts of two records");
     });
 }
