@@ -8,7 +8,7 @@ use axum::Router as Routes;
 use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 
-use crate::access::AccessLog;
+use crate::access_log::AccessLog;
 use crate::config::ServerConfig;
 use crate::engine::EngineHandle;
 use crate::error::ApiError;

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-use crate::access::LogFormat;
+use crate::access_log::LogFormat;
 
 /// Settings of one server.
 #[derive(Debug, Clone)]

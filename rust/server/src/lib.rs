@@ -9,7 +9,7 @@
 //! 4. The text thread sends updates to one channel; `stream/router.rs` hands them to the mailbox of each request in one pass.
 //! 5. A stream writes what is in its mailbox as one frame, an event for each token (`stream/sse.rs`); other requests collect
 //!    their choices (`reply/`).
-//! 6. What operators want to know is counted on the way (`observe.rs`, `metrics/`, `events/`, `access/`).
+//! 6. What operators want to know is counted on the way (`observe.rs`, `metrics/`, `events/`, `access_log/`).
 //!
 //! # Invariants
 //!
@@ -17,7 +17,7 @@
 //! 2. Nothing here waits for a reader: what a reader does not take costs the memory of its own tokens.
 //! 3. An error is OpenAI's error object (`error.rs`), in a stream an event before `[DONE]`.
 
-mod access;
+mod access_log;
 mod app;
 mod body;
 mod config;
@@ -36,7 +36,7 @@ mod server;
 mod stream;
 mod wire;
 
-pub use access::LogFormat;
+pub use access_log::LogFormat;
 pub use config::{Limits, ServerConfig};
 pub use engine::{Clock, EngineHandle};
 pub use server::Server;

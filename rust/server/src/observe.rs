@@ -7,7 +7,7 @@ use axum::middleware::Next;
 use axum::response::Response;
 use hyper::StatusCode;
 
-use crate::access::Entry;
+use crate::access_log::Entry;
 use crate::app::App;
 use crate::error::ErrorCode;
 

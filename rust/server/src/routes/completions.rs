@@ -8,7 +8,7 @@ use cbrs_text::ChatRequest;
 use hyper::header::HeaderValue;
 
 use super::{json, read};
-use crate::access::Entry;
+use crate::access_log::Entry;
 use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::names::{REQUEST_ID, given_name};

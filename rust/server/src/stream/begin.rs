@@ -6,7 +6,7 @@ use cbrs_core::RequestSpec;
 use cbrs_text::TextSpec;
 
 use super::ticket::{Submitted, Ticket};
-use crate::access::Entry;
+use crate::access_log::Entry;
 use crate::app::App;
 use crate::error::ApiError;
 use crate::events::Place;

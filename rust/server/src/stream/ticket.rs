@@ -9,7 +9,7 @@ use cbrs_core::{FinishReason, RequestId, Submitter};
 use cbrs_text::{End, Update};
 
 use super::mailbox::Mailbox;
-use crate::access::{Entry, Tally};
+use crate::access_log::{Entry, Tally};
 use crate::app::App;
 use crate::error::ApiError;
 
