@@ -221,6 +221,7 @@ class HttpServer:
     everything. On loopback the `Host` header has to be a name of it or one of `allowed_hosts`.
     `settings` is what `/version` tells: JSON of the engine's settings, of what keys without all
     rights see of them, and of the server's. `limits_json` has the limits that are not the default.
+    `access_log` writes a line for each request to the standard error output.
     Raises `ValueError` for an unusable limit or address, one that is not loopback without keys or
     `allow_public`, and unusable keys, and `OSError` if the address cannot be had.
     """
@@ -240,6 +241,7 @@ class HttpServer:
         allowed_hosts: list[str] | None = None,
         settings: tuple[str, str, str] | None = None,
         limits_json: str | None = None,
+        access_log: Literal["text", "json"] | None = None,
     ) -> HttpServer: ...
     @property
     def host(self) -> str:

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from cbrs._core import HttpServer
 from cbrs.errors import InvalidRequestError
@@ -69,6 +69,7 @@ class RunningServer:
         open_metrics: bool = False,
         allowed_hosts: Sequence[str] = (),
         limits: ServerLimits | None = None,
+        access_log: Literal["text", "json"] | None = None,
         settings: Mapping[str, Any] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
@@ -76,7 +77,8 @@ class RunningServer:
 
         With `api_keys` a request needs one of them, besides for `/health` and `/ready`, and with
         `open_metrics` for `/metrics` and `/stats`. `allowed_hosts` adds to the names by which a
-        server on loopback may be called. `settings` is what `/version` tells of the server: no
+        server on loopback may be called. With `access_log` a line for each request goes to the
+        process's standard error output. `settings` is what `/version` tells of the server: no
         secrets.
 
         Raises:
@@ -103,6 +105,7 @@ class RunningServer:
             allowed_hosts=list(allowed_hosts),
             settings=_settings_json(engine.config, self._settings),
             limits_json=json.dumps(limits or {}),
+            access_log=access_log,
         )
         self._end = weakref.finalize(self, _end, self._server, on_close)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cbrs.cli.access import POLICY, Access, Reloader, read_access
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, add_offline_option, positive_int
 from cbrs.cli.limits import add_limit_options, given_limits, raise_open_files
+from cbrs.cli.logs import add_log_options, set_up_logs
 from cbrs.cli.options import add_engine_options
 from cbrs.cli.settings import DEFAULT, Settings, Value
 from cbrs.config import DEFAULT_MODEL
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from cbrs.async_llm import AsyncLLM
     from cbrs.cli.common import Commands
+    from cbrs.cli.logs import LogFormat
     from cbrs.serving import RunningServer
 
 logger = logging.getLogger("cbrs")
@@ -99,6 +101,7 @@ def add_parser(commands: Commands) -> None:
         metavar="NAME",
         help="a name of the server besides those of loopback, as Host has it; repeatable, * = any",
     )
+    add_log_options(group)
     add_limit_options(parser)
     add_engine_options(parser, policy=POLICY)
     # Last: it has to see all options.
@@ -111,6 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
     environ = dict(os.environ)
     with _signals() as signals:
         values, warnings = arguments.settings.resolve(arguments, environ)
+        access_log = set_up_logs(values)
         access = read_access(values, environ)
         for warning in (*warnings, *(access.keys.warnings if access.keys else ())):
             logger.warning("%s", warning)
@@ -121,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             values = _decided(values, llm)
             _print(values)
-            with _start(llm, values, access) as server:
+            with _start(llm, values, access, access_log) as server:
                 raise_open_files(server.max_connections)
                 logger.info("serving %s at %s", llm.config().model, server.url)
                 _wait(llm, signals, Reloader(llm, server, values, environ))
@@ -145,7 +149,9 @@ def _print(values: dict[str, Value]) -> None:
     logger.info("%s", "\n".join(["settings:", *lines]))
 
 
-def _start(llm: AsyncLLM, values: dict[str, Value], access: Access) -> RunningServer:
+def _start(
+    llm: AsyncLLM, values: dict[str, Value], access: Access, access_log: LogFormat | None
+) -> RunningServer:
     from cbrs.serving import RunningServer
 
     host, port = values["host"].value, values["port"].value
@@ -162,6 +168,7 @@ def _start(llm: AsyncLLM, values: dict[str, Value], access: Access) -> RunningSe
             open_metrics=values["open_metrics"].value,
             allowed_hosts=values["allowed_host"].value or (),
             limits=given_limits(values),
+            access_log=access_log,
             settings=settings,
         )
     except OSError as error:

@@ -63,6 +63,9 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
+    /// All of them, by code.
+    pub const ALL: [Self; 4] = [Self::Stop, Self::Length, Self::Cancelled, Self::Error];
+
     /// Reads a code of `StepOutput::finish_reasons`; 0 and unknown codes give `None`.
     pub fn from_code(code: u8) -> Option<Self> {
         match code {

@@ -4,8 +4,8 @@
 //! 2. A refusal gives everything back: nothing of it stays.
 //! 3. Cancels and finishes never wait for room: they go to a stack that always takes them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::admission::UNKNOWN_RETRY_S;
@@ -14,8 +14,9 @@ use crate::control::ControlStack;
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::hash::PrefixHasher;
+use crate::histogram::{Histogram, TIME_BOUNDS_NS};
 use crate::overload::terms::{Terms, Times};
-use crate::overload::{AdmissionControl, Arrival, Reservation};
+use crate::overload::{AdmissionControl, Arrival, RefusalReason, Reservation};
 use crate::policy::{Class, PolicyConfig};
 use crate::queue::{PushError, RequestQueue};
 use crate::request::{RequestId, RequestSpec};
@@ -23,6 +24,7 @@ use crate::scheduler::MAX_PER_ROW;
 use crate::slots::SlotTable;
 use crate::snapshot::Snapshot;
 use crate::stats::{NUM_STATS, Stats};
+use crate::trace::{Trace, TraceReader};
 use crate::waker::Waker;
 
 /// An accepted request on its way to the scheduler.
@@ -79,6 +81,10 @@ pub(crate) struct Shared {
     pub(crate) hasher: PrefixHasher,
     /// The figures of the last step.
     pub(crate) stats: Snapshot<NUM_STATS>,
+    /// How long steps took, in nanoseconds.
+    pub(crate) step_times: Histogram,
+    /// What happens to each request; absent until somebody wants to know.
+    pub(crate) trace: OnceLock<Arc<Trace>>,
     /// Whether requests that have not started must wait, and whether the last plan knew that.
     is_paused: AtomicBool,
     is_pause_planned: AtomicBool,
@@ -87,6 +93,8 @@ pub(crate) struct Shared {
     /// Tokens of tenants were counted from the beginning.
     counts_service: bool,
     vocab_size: Option<u32>,
+    max_num_seqs: usize,
+    max_num_batched_tokens: usize,
     max_model_len: usize,
     hash_prompts: bool,
     block_size: usize,
@@ -102,11 +110,15 @@ impl Shared {
             waker: Waker::new(),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, config.collide_hashes),
             stats: Snapshot::new(Stats { num_free_blocks: config.num_blocks as u64, ..Stats::default() }.to_numbers()),
+            step_times: Histogram::new(&TIME_BOUNDS_NS),
+            trace: OnceLock::new(),
             is_paused: AtomicBool::new(false),
             is_pause_planned: AtomicBool::new(false),
             is_static: config.policy == Policy::Static,
             counts_service: config.rules().counts_service(),
             vocab_size: config.vocab_size,
+            max_num_seqs: config.max_num_seqs,
+            max_num_batched_tokens: config.max_num_batched_tokens,
             max_model_len: config.max_model_len,
             hash_prompts: config.enable_prefix_caching,
             block_size: config.block_size,
@@ -126,10 +138,11 @@ impl Shared {
     }
 
     /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
-    fn queue_full(&self) -> Error {
-        self.gate.count_refusal();
+    fn queue_full(&self, class: Class) -> Error {
         let (queued, limit) = (self.gate.queued_requests(), self.queue.capacity());
-        Error::QueueFull { queued, limit, retry_after_s: UNKNOWN_RETRY_S }
+        let error = Error::QueueFull { queued, limit, retry_after_s: UNKNOWN_RETRY_S };
+        self.gate.count_refusal(class, &error);
+        error
     }
 
     /// Relaxed, here and below: the waker's fences order the flag with a sleeper's look at it, and it carries no data.
@@ -202,7 +215,7 @@ impl Submitter {
         let (root_hash, hashes) = self.hash_prompt(&spec);
         let Some(id) = shared.slots.acquire() else {
             shared.gate.give_back(&arrival, &reservation);
-            return Err(shared.queue_full());
+            return Err(shared.queue_full(arrival.class));
         };
         let times = terms.times(now_ns);
         let request = Box::new(Submitted { id, spec, max_tokens, reservation, times, root_hash, hashes });
@@ -210,7 +223,7 @@ impl Submitter {
             shared.slots.release(id);
             shared.gate.give_back(&arrival, &reservation);
             return Err(match refused {
-                PushError::Full(_) => shared.queue_full(),
+                PushError::Full(_) => shared.queue_full(arrival.class),
                 PushError::Closed(_) => Error::Closed,
             });
         }
@@ -323,6 +336,36 @@ impl Submitter {
         self.shared.max_model_len
     }
 
+    /// Rows: most sequences that run at once.
+    pub fn max_num_seqs(&self) -> usize {
+        self.shared.max_num_seqs
+    }
+
+    /// Most query tokens of a step.
+    pub fn max_num_batched_tokens(&self) -> usize {
+        self.shared.max_num_batched_tokens
+    }
+
+    /// The class that a request gets: its own, else its tenant's, else the default.
+    pub fn class_of(&self, spec: &RequestSpec) -> Class {
+        Terms::new(&self.shared.gate.rules().policy, spec).class
+    }
+
+    /// Requests refused because of load, rates or deadlines, by class and reason: all there are, in a fixed order.
+    pub fn refusals(&self) -> impl Iterator<Item = (Class, RefusalReason, u64)> + '_ {
+        self.shared.gate.refusals().iter()
+    }
+
+    /// How long steps took, in nanoseconds.
+    pub fn step_times(&self) -> &Histogram {
+        &self.shared.step_times
+    }
+
+    /// What happens to requests from now on, to be read as often as one likes; the first call makes the scheduler write it down.
+    pub fn trace(&self) -> TraceReader {
+        TraceReader::new(Arc::clone(self.shared.trace.get_or_init(|| Arc::new(Trace::new()))))
+    }
+
     /// Whether `close` was called.
     pub fn is_closed(&self) -> bool {
         self.shared.queue.is_closed()
@@ -344,7 +387,7 @@ impl Submitter {
         stats.num_accepted_requests = shared.queue.num_pushed();
         stats.is_paused = u64::from(self.is_paused());
         let load = shared.gate.load();
-        stats.num_refused_requests = shared.gate.num_refused();
+        stats.num_refused_requests = shared.gate.refusals().total();
         stats.arrival_rate = load.arrival_rate;
         stats.service_rate = load.service_rate;
         stats.load = load.load;

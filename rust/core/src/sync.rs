@@ -1,6 +1,6 @@
 //! The one door to atomics, cells and locks: the standard library normally, loom's models of them under `cfg(loom)`.
 //!
-//! Invariant: `queue`, `control`, `slots`, `admission`, `overload`, `snapshot` and `waker` take every shared primitive from here, so that
+//! Invariant: `queue`, `control`, `slots`, `admission`, `overload`, `snapshot`, `histogram`, `trace` and `waker` take every shared primitive from here, so that
 //! `tests/loom.rs` explores the very code that ships. Ordinary `Arc`s and single-threaded state need not.
 
 #[cfg(loom)]

@@ -41,6 +41,7 @@
 //! | `the_refusing_of_a_class_is_not_ended_by_one_who_looked_before` | submitter, engine | all |
 //! | `two_promises_never_name_the_same_time` | 2 submitters | all |
 //! | `a_snapshot_is_never_a_mixture_of_two` | publisher, reader | all |
+//! | `a_reader_of_a_trace_gets_or_misses_each_record` | writer, reader | all |
 #![cfg(loom)]
 #![allow(clippy::unwrap_used)]
 
@@ -48,6 +49,7 @@ use std::sync::Arc as StdArc;
 use std::sync::atomic::{AtomicUsize as StdAtomicUsize, Ordering as StdOrdering};
 use std::time::Duration;
 
+use cbrs_core::RequestId;
 use cbrs_core::admission::AdmissionGate;
 use cbrs_core::control::ControlStack;
 use cbrs_core::overload::{Bucket, Outlook, Promises, QueuedService, RateLimit, TenantCell, TenantTable};
@@ -55,6 +57,7 @@ use cbrs_core::policy::Class;
 use cbrs_core::queue::{PushError, RequestQueue};
 use cbrs_core::slots::SlotTable;
 use cbrs_core::snapshot::Snapshot;
+use cbrs_core::trace::{Trace, TraceKind, TraceReader, TraceRecord};
 use cbrs_core::waker::Waker;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -715,5 +718,29 @@ fn a_snapshot_is_never_a_mixture_of_two() {
         }
         publisher.join().unwrap();
         assert_eq!(snapshot.read(), [2, 2]);
+    });
+}
+
+#[test]
+fn a_reader_of_a_trace_gets_or_misses_each_record() {
+    explore_all(|| {
+        let trace = StdArc::new(Trace::with_capacity(1));
+        let mut reader = TraceReader::new(StdArc::clone(&trace));
+        let record = |number: u64| {
+            let (request, num_tokens) = (RequestId::from_u64(number), number as u32);
+            TraceRecord { request, choice: 0, kind: TraceKind::Chunk, time_ns: number, num_tokens }
+        };
+        let writer = {
+            let trace = StdArc::clone(&trace);
+            thread::spawn(move || (1..=2).for_each(|number| trace.push(record(number))))
+        };
+        let mut records = Vec::new();
+        reader.read(&mut records);
+        writer.join().unwrap();
+        reader.read(&mut records);
+        assert_eq!(records.len() as u64 + reader.num_missed(), 2);
+        assert_eq!(records.last(), Some(&record(2)), "nothing came after it");
+        assert!(records.is_sorted_by(|before, after| before.time_ns < after.time_ns), "each comes once");
+        assert!(records.iter().all(|&found| found == record(found.time_ns)), "parts of two records");
     });
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cbrs_server::{EngineHandle, Keyring, Limits, Server, ServerConfig, Settings};
+use cbrs_server::{EngineHandle, Keyring, Limits, LogFormat, Server, ServerConfig, Settings};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -18,8 +18,9 @@ use crate::text::{OutputProcessor, Tokenizer};
 /// answers. With `api_keys` all but `/health` and `/ready` needs one of them, with `open_metrics` not `/metrics` and `/stats` either; None lets
 /// everybody do everything. On loopback the `Host` header has to be a name of it or one of `allowed_hosts`. `settings` is what `/version`
 /// tells: JSON of the engine's settings, of what keys without all rights see of them, and of the server's. `limits_json` has the limits that
-/// are not the default. Raises `ValueError` for an unusable limit or address, one that is not loopback without keys or `allow_public`, and
-/// unusable keys, and `OSError` if the address cannot be had.
+/// are not the default. `access_log` ("text" or "json") writes a line for each request to the standard error output. Raises `ValueError` for
+/// an unusable limit or address, one that is not loopback without keys or `allow_public`, and unusable keys, and `OSError` if the address
+/// cannot be had.
 #[pyclass(frozen, module = "cbrs")]
 #[derive(Debug)]
 pub(crate) struct HttpServer {
@@ -30,7 +31,7 @@ pub(crate) struct HttpServer {
 impl HttpServer {
     #[new]
     #[pyo3(signature = (processor, tokenizer=None, *, host="127.0.0.1", port=0, served_model_names, worker_threads=None,
-        allow_public=false, api_keys=None, open_metrics=false, allowed_hosts=None, settings=None, limits_json=None))]
+        allow_public=false, api_keys=None, open_metrics=false, allowed_hosts=None, settings=None, limits_json=None, access_log=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments of Python
     fn new(
         py: Python<'_>,
@@ -46,7 +47,9 @@ impl HttpServer {
         allowed_hosts: Option<Vec<String>>,
         settings: Option<(String, String, String)>,
         limits_json: Option<&str>,
+        access_log: Option<&str>,
     ) -> PyResult<Self> {
+        let access_log = access_log.map(log_format).transpose()?;
         let host: IpAddr = if host == "localhost" { "127.0.0.1" } else { host }
             .parse()
             .map_err(|_| PyValueError::new_err(format!("host is {host:?}, but must be an IP address or localhost")))?;
@@ -64,6 +67,7 @@ impl HttpServer {
             has_open_metrics: open_metrics,
             allowed_hosts: allowed_hosts.unwrap_or_default(),
             settings: settings.map(read_settings).unwrap_or_default(),
+            access_log,
             worker_threads: worker_threads.unwrap_or(default.worker_threads),
             limits: limits.unwrap_or_default(),
             ..default
@@ -143,6 +147,14 @@ fn keyring(keys: Vec<Py<ApiKey>>) -> PyResult<Keyring> {
 
 fn read_settings((engine, engine_for_tenants, server): (String, String, String)) -> Settings {
     Settings { engine, engine_for_tenants, server }
+}
+
+fn log_format(name: &str) -> PyResult<LogFormat> {
+    match name {
+        "text" => Ok(LogFormat::Text),
+        "json" => Ok(LogFormat::Json),
+        _ => Err(PyValueError::new_err(format!("access_log is {name:?}, but must be \"text\", \"json\" or None"))),
+    }
 }
 
 fn engine(processor: &OutputProcessor, tokenizer: Option<&Tokenizer>) -> EngineHandle {

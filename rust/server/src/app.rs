@@ -1,5 +1,6 @@
 //! What all routes share, and the table of routes.
 
+use std::io;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -9,12 +10,16 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 
 use crate::access::{self, Access};
+use crate::access_log::AccessLog;
 use crate::config::{ServerConfig, Settings};
 use crate::engine::EngineHandle;
 use crate::error::ApiError;
+use crate::events::EventLog;
 use crate::health::Health;
 use crate::lifecycle::Lifecycle;
+use crate::metrics::Metrics;
 use crate::names::{IdSource, Names};
+use crate::observe::observe;
 use crate::routes;
 use crate::stream::Router;
 
@@ -31,14 +36,22 @@ pub(crate) struct App {
     pub(crate) health: Health,
     pub(crate) names: Names,
     pub(crate) ids: IdSource,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) events: EventLog,
+    /// Absent if no line is wanted.
+    pub(crate) access_log: Option<Arc<AccessLog>>,
     /// Seconds since 1970 at which the server started.
     pub(crate) started: u64,
 }
 
 impl App {
-    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> Self {
+    pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> io::Result<Self> {
         let health = Health::new(engine.submitter.clone(), config.step_timeout);
-        Self {
+        let access_log = config.access_log.map(|format| AccessLog::to_stderr(format, Arc::clone(&engine.clock)));
+        Ok(Self {
+            metrics: Arc::default(),
+            events: EventLog::new(engine.submitter.trace()),
+            access_log: access_log.transpose()?.map(Arc::new),
             engine,
             access: Access::new(&config),
             settings: ArcSwap::from_pointee(config.settings.clone()),
@@ -49,7 +62,7 @@ impl App {
             names: Names::default(),
             ids: IdSource::new(),
             started: unix_time(),
-        }
+        })
     }
 
     /// The name that answers call the model by.
@@ -83,16 +96,19 @@ pub(crate) fn routes(app: Arc<App>) -> Routes {
         .route("/v1/chat/completions", post(routes::chat_completions))
         .route("/v1/models", get(routes::models))
         .route("/v1/models/{*id}", get(routes::model))
+        .route("/v1/requests/{id}", get(routes::request_events))
         .route("/v1/requests/{id}/cancel", post(routes::cancel))
         .route("/tokenize", post(routes::tokenize))
         .route("/detokenize", post(routes::detokenize))
         .route("/health", get(routes::health))
         .route("/ready", get(routes::ready))
+        .route("/metrics", get(routes::metrics))
         .route("/version", get(routes::version))
         .route("/stats", get(routes::stats))
         .fallback(routes::unknown_path)
         .method_not_allowed_fallback(routes::wrong_method)
-        // Around everything above, whatever its path.
+        // Around everything above, whatever its path; what is not let in is counted and logged as well.
         .layer(from_fn_with_state(Arc::clone(&app), access::guard))
+        .layer(from_fn_with_state(Arc::clone(&app), observe))
         .with_state(app)
 }

@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
 use crate::access::Keyring;
+use crate::access_log::LogFormat;
 pub use crate::limits::Limits;
 
 /// Settings of one server.
@@ -29,6 +30,8 @@ pub struct ServerConfig {
     pub settings: Settings,
     /// How long the engine may have work and finish no step before `/health` says so.
     pub step_timeout: Duration,
+    /// How the line for each request looks that goes to the standard error output; absent = none is written.
+    pub access_log: Option<LogFormat>,
     /// Bounds on connections and requests.
     pub limits: Limits,
 }
@@ -66,6 +69,7 @@ impl Default for ServerConfig {
             allowed_hosts: Vec::new(),
             settings: Settings::default(),
             step_timeout: Duration::from_secs(60),
+            access_log: None,
             limits: Limits::default(),
         }
     }

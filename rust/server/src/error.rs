@@ -12,6 +12,10 @@ use serde::Serialize;
 /// How the core begins the message of a request whose deadline passed, and of no other.
 const DEADLINE_PASSED: &str = "the deadline passed";
 
+/// The `code` of an error response, or its `type`, for the access log.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ErrorCode(pub(crate) &'static str);
+
 /// Why a request is not answered.
 #[derive(Debug)]
 pub(crate) struct ApiError {
@@ -216,6 +220,7 @@ impl IntoResponse for ApiError {
         let mut response = Response::new(Body::from(body));
         *response.status_mut() = self.status;
         *response.headers_mut() = self.headers();
+        response.extensions_mut().insert(ErrorCode(self.code.unwrap_or(self.kind)));
         response
     }
 }

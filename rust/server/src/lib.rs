@@ -10,6 +10,7 @@
 //! 4. The text thread sends updates to one channel; `stream/router.rs` hands them to the mailbox of each request in one pass.
 //! 5. A stream writes what is in its mailbox as one frame, an event for each token (`stream/sse.rs`); other requests collect
 //!    their choices (`reply/`).
+//! 6. What operators want to know is counted on the way (`observe.rs`, `metrics/`, `events/`, `access_log/`).
 //!
 //! # Invariants
 //!
@@ -18,16 +19,20 @@
 //! 3. An error is OpenAI's error object (`error.rs`), in a stream an event before `[DONE]`.
 
 mod access;
+mod access_log;
 mod app;
 mod body;
 mod config;
 mod connection;
 mod engine;
 mod error;
+mod events;
 mod health;
 mod lifecycle;
 mod limits;
+mod metrics;
 mod names;
+mod observe;
 mod reply;
 mod routes;
 mod server;
@@ -35,6 +40,7 @@ mod stream;
 mod wire;
 
 pub use access::{ApiKey, Keyring};
+pub use access_log::LogFormat;
 pub use config::{Limits, ServerConfig, Settings};
 pub use engine::{Clock, EngineHandle};
 pub use server::Server;

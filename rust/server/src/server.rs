@@ -49,7 +49,7 @@ impl Server {
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let runtime = runtime(config.worker_threads)?;
-        let app = Arc::new(App::new(engine, config));
+        let app = Arc::new(App::new(engine, config)?);
         let stop = Arc::new(Notify::new());
         let (serving, stopping) = (Arc::clone(&app), Arc::clone(&stop));
         let run = move || run(runtime, listener, &serving, stopping);
@@ -111,6 +111,9 @@ impl Server {
             self.stop.notify_one();
             // A panic was reported where it happened.
             let _ = thread.join();
+            if let Some(log) = &self.app.access_log {
+                log.close();
+            }
         }
     }
 }
@@ -134,10 +137,14 @@ fn run(runtime: Runtime, listener: TcpListener, app: &Arc<App>, stop: Arc<Notify
     let limits = app.config.limits.clone();
     let (routing, watching) = (Arc::clone(app), Arc::clone(app));
     runtime.block_on(async move {
-        tokio::spawn(async move { routing.router.run().await });
+        tokio::spawn(async move { routing.router.run(&routing.events).await });
         tokio::spawn(async move { watching.health.watch().await });
         match tokio::net::TcpListener::from_std(listener) {
-            Ok(listener) => tokio::spawn(connection::serve(listener, routes, limits, stop)).await.unwrap_or_default(),
+            Ok(listener) => {
+                let metrics = Arc::clone(&app.metrics);
+                let serving = async move { connection::serve(listener, routes, limits, &metrics, stop).await };
+                tokio::spawn(serving).await.unwrap_or_default();
+            }
             Err(_) => app.lifecycle.drain(),
         }
     });

@@ -19,6 +19,7 @@ mod bucket;
 mod model;
 mod promises;
 mod rates;
+mod refusals;
 mod refusing;
 mod rules;
 mod service;
@@ -36,6 +37,7 @@ pub use bucket::{Bucket, RateLimit};
 pub use model::{ServiceFigures, ServiceModel};
 pub use promises::{Outlook, Promises};
 pub use rates::{LoadFigures, Rates, Refused};
+pub use refusals::RefusalReason;
 pub use service::QueuedService;
 pub use tenants::{TenantCell, TenantQueue, TenantTable};
 
@@ -46,6 +48,7 @@ use crate::hash::PrefixHasher;
 use crate::policy::{Class, Fairness, PolicyConfig, TenantLimits};
 use crate::submit::max_live_requests;
 use crate::sync::{AtomicU64, Ordering};
+use refusals::RefusalCounts;
 use refusing::{Refusing, Shortage};
 pub(crate) use rules::DoorRules;
 use tenants::Measure;
@@ -130,8 +133,8 @@ struct Full {
 
 #[derive(Debug)]
 struct Refusals {
-    num_requests: AtomicU64,
-    /// Of these, because of load, and their service.
+    by_reason: RefusalCounts,
+    /// Because of load, and their service.
     num_by_load: AtomicU64,
     by_load_us: AtomicU64,
 }
@@ -168,7 +171,11 @@ impl AdmissionControl {
             rules: ArcSwap::from_pointee(rules),
             hasher: PrefixHasher::new(config.hash_seed, config.block_size, false),
             now_ns: CachePadded::new(zero()),
-            refusals: CachePadded::new(Refusals { num_requests: zero(), num_by_load: zero(), by_load_us: zero() }),
+            refusals: CachePadded::new(Refusals {
+                by_reason: RefusalCounts::default(),
+                num_by_load: zero(),
+                by_load_us: zero(),
+            }),
             load: CachePadded::new(PublishedLoad {
                 arrival_rate: zero(),
                 service_rate: zero(),
@@ -233,8 +240,8 @@ impl AdmissionControl {
             }
             reserved
         });
-        if result.is_err() {
-            self.count_refusal();
+        if let Err(error) = &result {
+            self.count_refusal(arrival.class, error);
             self.leave(tenant);
         }
         result
@@ -589,13 +596,13 @@ impl AdmissionControl {
     }
 
     /// Counts a refusal for whatever reason; those of `reserve` are counted.
-    pub(crate) fn count_refusal(&self) {
-        self.refusals.num_requests.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn count_refusal(&self, class: Class, error: &Error) {
+        self.refusals.by_reason.count(class, error);
     }
 
-    /// Refused for whatever reason.
-    pub(crate) fn num_refused(&self) -> u64 {
-        self.refusals.num_requests.load(Ordering::Relaxed)
+    /// Refused, by class and reason.
+    pub(crate) fn refusals(&self) -> &RefusalCounts {
+        &self.refusals.by_reason
     }
 
     /// Time of the last step.

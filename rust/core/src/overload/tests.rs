@@ -86,7 +86,7 @@ fn a_class_fills_its_part_of_the_bounds() {
     }
     end(&door, all);
     door.check_drained();
-    assert_eq!((door.num_refused(), door.refused().num_requests), (3, 3));
+    assert_eq!((door.refusals().total(), door.refused().num_requests), (3, 3));
 }
 
 #[test]

@@ -16,6 +16,7 @@ use super::sequence::{Known, Sequence, Sequences};
 use super::{Scheduler, estimate};
 use crate::block::Parent;
 use crate::policy::Class;
+use crate::trace::TraceKind;
 
 /// Steps that a request waits for a block in flight instead of computing it a second time.
 const MAX_DEFERRALS: u8 = 2;
@@ -376,6 +377,9 @@ impl Scheduler {
             }
         };
         let row = self.occupy_row(sequence);
+        let is_new = matches!(waiter, Waiter::Choice { .. });
+        let kind = if is_new { TraceKind::Admitted } else { TraceKind::Resumed };
+        self.trace(kind, sequence, self.rows.get(row).num_computed_tokens);
         self.take_blocks(row, num_new);
         self.enter_prefilling(row);
         self.introduce_row(sequence, row);

@@ -83,13 +83,12 @@ impl Pace {
         self.predicted_step_ns = self.cost.predict_ns(work).map_or(0, |time| time as u64);
     }
 
-    /// Its result is here. Without a time of its own, it took from its plan until now.
-    pub(super) fn end_step(&mut self, time_ns: Option<u64>, now_ns: u64) {
-        let time_ns = time_ns.unwrap_or(now_ns.saturating_sub(self.planned_ns));
-        if time_ns > 0 {
-            self.last_step_ns = time_ns;
-            self.cost.observe(self.work, time_ns);
-        }
+    /// Its result is here. Without a time of its own, it took from its plan until now. Returns how long, if that is known.
+    pub(super) fn end_step(&mut self, time_ns: Option<u64>, now_ns: u64) -> Option<u64> {
+        let time_ns = Some(time_ns.unwrap_or(now_ns.saturating_sub(self.planned_ns))).filter(|&time_ns| time_ns > 0)?;
+        self.last_step_ns = time_ns;
+        self.cost.observe(self.work, time_ns);
+        Some(time_ns)
     }
 
     /// How many of the batch decodes are due in the plan being made, so that each runs at least once in `period` steps.

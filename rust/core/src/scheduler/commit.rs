@@ -9,6 +9,7 @@ use crate::batch::StepResult;
 use crate::block::{Parent, Published};
 use crate::error::{Error, Result};
 use crate::logprobs::LogprobMatrix;
+use crate::trace::TraceKind;
 
 impl Scheduler {
     pub(super) fn check_step_id(&self, got: u64) -> Result<()> {
@@ -97,7 +98,9 @@ impl Scheduler {
             return;
         }
         let result = result.copied().unwrap_or_default();
-        self.pace.end_step(result.step_time_ns, now_ns);
+        if let Some(time_ns) = self.pace.end_step(result.step_time_ns, now_ns) {
+            self.shared.step_times.record(time_ns);
+        }
         self.make_room_for_events(self.batch().num_samples());
         let mut sample = self.planned_lanes.len();
         let mut prompt_row = 0;
@@ -133,6 +136,7 @@ impl Scheduler {
             self.fail_sequence(sequence, &Arc::from(message));
             return;
         }
+        self.trace(TraceKind::Chunk, sequence, planned.num_tokens);
         if let (1.., Some(matrix)) = (planned.num_prompt_logits, &result.prompt_logprobs) {
             self.tell_prompt_logprobs(planned, prompt_row, matrix);
         }

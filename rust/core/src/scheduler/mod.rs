@@ -47,6 +47,7 @@ use crate::policy;
 use crate::policy::{Admission, PolicyConfig};
 use crate::stats::Stats;
 use crate::submit::{Control, Shared, Submitter};
+use crate::trace::{TraceKind, TraceRecord};
 use admit::PassedBy;
 use aging::Aging;
 use budget::Pace;
@@ -62,7 +63,7 @@ use request::{Request, Requests};
 use rows::Rows;
 pub use rows::SamplingRows;
 pub(crate) use sequence::MAX_PER_ROW;
-use sequence::{Order, Sequences};
+use sequence::{Order, Sequence, Sequences};
 
 /// A planned piece of a prompt: the next `num_tokens` tokens of the sequence in `row`.
 ///
@@ -430,6 +431,15 @@ impl Scheduler {
             let mut outgrown = std::mem::replace(&mut self.pending, larger);
             outgrown.clear();
             self.retired_outputs.push(outgrown);
+        }
+    }
+
+    /// Writes down what happens to a sequence, if somebody wants to know.
+    fn trace(&self, kind: TraceKind, sequence: u32, num_tokens: u32) {
+        if let Some(trace) = self.shared.trace.get() {
+            let Sequence { slot, order, .. } = self.sequences[sequence];
+            let (request, choice) = (self.request(slot).id, order.choice() as u8);
+            trace.push(TraceRecord { request, choice, kind, time_ns: self.now_ns, num_tokens });
         }
     }
 

@@ -8,6 +8,7 @@ use super::sequence::Known;
 use crate::block::{BlockId, NONE};
 use crate::policy::Victim;
 use crate::request::RequestId;
+use crate::trace::TraceKind;
 
 impl Scheduler {
     /// Makes sure that the next token of a lane has a slot, preempting newer sequences if it must.
@@ -120,6 +121,7 @@ impl Scheduler {
         let num_lost_tokens = self.num_computed_tokens(row);
         let known = self.recall(row);
         let state = *self.rows.get(row);
+        self.trace(TraceKind::Preempted, state.sequence, num_lost_tokens);
         self.release_row(row);
         let sequence = &mut self.sequences[state.sequence];
         sequence.row = NONE;

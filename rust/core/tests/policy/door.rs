@@ -1,7 +1,7 @@
 //! The door of a running engine: what is let in and refused.
 
 use cbrs_core::policy::Class;
-use cbrs_core::{Error, RequestSpec, SchedulerConfig};
+use cbrs_core::{Error, RefusalReason, RequestSpec, SchedulerConfig};
 
 use crate::rig::{Rig, config, request};
 
@@ -28,6 +28,8 @@ fn displaced_requests_take_no_place_in_the_queue() {
     let refused = rig.submitter().submit_at(spec, rig.now_ns).expect_err("now it is full");
     assert!(matches!(refused, Error::QueueFull { limit: 20, .. }), "{refused}");
     assert_eq!(rig.submitter().stats().num_refused_requests, 1);
+    let counted: Vec<_> = rig.submitter().refusals().filter(|&(_, _, number)| number > 0).collect();
+    assert_eq!(counted, [(Class::Interactive, RefusalReason::QueueRequests, 1)]);
     rig.drain();
 }
 

@@ -14,6 +14,7 @@
 //! | `misfits` | many tenants whose requests lack memory, and those who would fit behind them |
 //! | `starvation` | the bounds on waits while others go on coming |
 //! | `reload` | another policy while the engine runs |
+//! | `trace` | what is written down about requests, and the times of steps |
 //! | `random` | random policies and operations, each step checked by the rig |
 
 #[path = "../behaviour/rng.rs"]
@@ -32,3 +33,4 @@ mod reload;
 mod rig;
 mod starvation;
 mod tenants;
+mod trace;

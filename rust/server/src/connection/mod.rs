@@ -25,6 +25,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 
 use crate::config::Limits;
+use crate::metrics::{Metrics, OpenConnection};
 use admission::{Admission, Excess};
 use guarded::Guarded;
 use refusal::Refusal;
@@ -39,14 +40,20 @@ const SEND_BUFFER: usize = 128 << 10;
 const MIN_BUFFER: usize = 8192;
 
 /// Serves connections until `stop`; then open answers may finish for a moment.
-pub(crate) async fn serve(listener: TcpListener, routes: Routes, limits: Limits, stop: Arc<Notify>) {
+pub(crate) async fn serve(
+    listener: TcpListener,
+    routes: Routes,
+    limits: Limits,
+    metrics: &Arc<Metrics>,
+    stop: Arc<Notify>,
+) {
     // Inherited by the connections. Without it only more memory is filled.
     let _ = SockRef::from(&listener).set_send_buffer_size(SEND_BUFFER);
     let mut door = Door::new(routes, limits);
     let accepting = async {
         loop {
             match listener.accept().await {
-                Ok((socket, peer)) => door.open(socket, peer),
+                Ok((socket, peer)) => door.open(socket, peer, metrics.open_connection()),
                 Err(error) => pause_after(&error).await,
             }
         }
@@ -92,7 +99,7 @@ impl Door {
         Self { routes, limits, builder, graceful: GracefulShutdown::new(), admission, excess: Excess::default() }
     }
 
-    fn open(&mut self, socket: TcpStream, peer: SocketAddr) {
+    fn open(&mut self, socket: TcpStream, peer: SocketAddr, open: OpenConnection) {
         // Without it a small event may wait for the acknowledgement of the one before.
         let _ = socket.set_nodelay(true);
         let admitted = self.admission.admit(peer.ip());
@@ -107,7 +114,7 @@ impl Door {
         let task = tokio::spawn(async move {
             // What goes wrong with a connection is the client's affair: its requests are cancelled.
             let _ = connection.await;
-            drop(permit);
+            drop((permit, open));
         });
         if is_excess {
             self.excess.add(task.abort_handle());

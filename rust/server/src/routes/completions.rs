@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use cbrs_text::ChatRequest;
+use cbrs_core::RequestSpec;
+use cbrs_text::{ChatRequest, TextSpec};
 use hyper::header::HeaderValue;
 
 use super::{json, read};
-use crate::access;
+use crate::access::{self, ApiKey};
+use crate::access_log::Entry;
 use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::names::{REQUEST_ID, given_name};
@@ -21,6 +23,8 @@ struct Name {
     id: String,
     given: Option<String>,
     header: HeaderValue,
+    /// Its line of the access log, if there is one.
+    entry: Option<Arc<Entry>>,
 }
 
 impl Name {
@@ -30,20 +34,38 @@ impl Name {
         let header = given.cloned().or_else(|| HeaderValue::from_str(&id).ok());
         let header = header.unwrap_or_else(|| HeaderValue::from_static(""));
         let given = given.and_then(|name| name.to_str().ok()).map(str::to_owned);
-        Self { id, given, header }
+        let entry = request.extensions().get::<Arc<Entry>>().cloned();
+        if let Some(entry) = &entry {
+            entry.name(&id, given.as_deref());
+        }
+        Self { id, given, header, entry }
+    }
+
+    /// What is submitted under it.
+    fn submission(
+        self,
+        prompts: Vec<Vec<i32>>,
+        (spec, text): (RequestSpec, TextSpec),
+        common: &Common,
+        owner: Option<Arc<ApiKey>>,
+    ) -> Submission {
+        let Self { id, given: name, entry, .. } = self;
+        Submission { prompts, spec, text, is_whole: !common.stream, id, name, owner, entry }
     }
 }
 
 /// `POST /v1/completions`
 pub(crate) async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    let Name { id, given, header } = Name::new(&app, &request, "cmpl-");
-    named(complete(app, request, id, given).await, header)
+    let name = Name::new(&app, &request, "cmpl-");
+    let header = name.header.clone();
+    named(complete(app, request, name).await, header)
 }
 
 /// `POST /v1/chat/completions`
 pub(crate) async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    let Name { id, given, header } = Name::new(&app, &request, "chatcmpl-");
-    named(chat(app, request, id, given).await, header)
+    let name = Name::new(&app, &request, "chatcmpl-");
+    let header = name.header.clone();
+    named(chat(app, request, name).await, header)
 }
 
 /// An answer or an error, with the name of the request.
@@ -53,7 +75,7 @@ fn named(answer: Result<Response, ApiError>, name: HeaderValue) -> Response {
     response
 }
 
-async fn complete(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
+async fn complete(app: Arc<App>, request: Request, name: Name) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
     let owner = access::caller(&request);
     let body: CompletionBody = read(&app, request).await?;
@@ -85,13 +107,12 @@ async fn complete(app: Arc<App>, request: Request, id: String, name: Option<Stri
     }
     let tokenizer = app.engine.tokenizer.clone();
     let echo = completion.echo.then_some(Echo { given, tokenizer });
-    let outline = outline(&app, &id, common, num_prompts, completion.logprobs);
-    let submission = Submission { prompts, spec, text, is_whole: !common.stream, id, name, owner };
-    let ticket = begin(&app, submission)?;
+    let outline = outline(&app, &name.id, common, num_prompts, completion.logprobs);
+    let ticket = begin(&app, name.submission(prompts, (spec, text), common, owner))?;
     answer(ticket, CompletionAnswer::new(outline, echo), common).await
 }
 
-async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>) -> Result<Response, ApiError> {
+async fn chat(app: Arc<App>, request: Request, name: Name) -> Result<Response, ApiError> {
     let limits = &app.config.limits;
     let owner = access::caller(&request);
     let body: ChatBody = read(&app, request).await?;
@@ -110,9 +131,8 @@ async fn chat(app: Arc<App>, request: Request, id: String, name: Option<String>)
             .renamed("max_tokens", chat.max_tokens_name)
     };
     let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
-    let outline = outline(&app, &id, common, 1, chat.logprobs);
-    let submission = Submission { prompts, spec, text, is_whole: !common.stream, id, name, owner };
-    let ticket = begin(&app, submission).map_err(renamed)?;
+    let outline = outline(&app, &name.id, common, 1, chat.logprobs);
+    let ticket = begin(&app, name.submission(prompts, (spec, text), common, owner)).map_err(renamed)?;
     answer(ticket, ChatAnswer::new(outline), common).await
 }
 

@@ -23,8 +23,8 @@ use crate::wire;
 
 pub(crate) use completions::{chat_completions, completions};
 pub(crate) use models::{model, models};
-pub(crate) use requests::cancel;
-pub(crate) use status::{health, ready, stats, version};
+pub(crate) use requests::{cancel, request_events};
+pub(crate) use status::{health, metrics, ready, stats, version};
 pub(crate) use tokenize::{detokenize, tokenize};
 
 /// Longer bodies are read on a thread of the pool, where they delay nobody.

@@ -11,6 +11,35 @@ use crate::app::App;
 use crate::error::ApiError;
 use crate::reply::write;
 
+/// `GET /v1/requests/{id}`: what happened to the last requests of this name.
+pub(crate) async fn request_events(
+    State(app): State<Arc<App>>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let caller = access::caller(&request);
+    let mut out = b"{\"requests\":[".to_vec();
+    let mut num_found = 0;
+    app.events.look_up(&id, |record| {
+        // Another's is as good as none.
+        if record.submitted().is_visible_to(caller.as_deref()) {
+            out.extend_from_slice(if num_found > 0 { b"," } else { b"" });
+            record.write_json(&mut out);
+            num_found += 1;
+        }
+    });
+    if num_found == 0 {
+        return Err(not_found("no request that is remembered is called", &id));
+    }
+    out.extend_from_slice(b"]}");
+    Ok(json(out))
+}
+
+fn not_found(what: &str, id: &str) -> ApiError {
+    let shown: String = id.chars().take(128).collect();
+    ApiError::not_found(format!("{what} {shown:?}"), "request_not_found")
+}
+
 /// `POST /v1/requests/{id}/cancel`: by the response's id, or by the `x-request-id` that was sent.
 pub(crate) async fn cancel(
     State(app): State<Arc<App>>,
@@ -19,12 +48,10 @@ pub(crate) async fn cancel(
 ) -> Result<Response, ApiError> {
     let caller = access::caller(&request);
     let mut found = app.names.get(&id);
-    // Another's is as good as none.
     found.retain(|request| request.is_visible_to(caller.as_deref()));
     let num_cancelled = found.iter().filter(|request| request.cancel(&app.engine.submitter)).count();
     if num_cancelled == 0 {
-        let shown: String = id.chars().take(128).collect();
-        return Err(ApiError::not_found(format!("no live request is called {shown:?}"), "request_not_found"));
+        return Err(not_found("no live request is called", &id));
     }
     let mut out = b"{\"cancelled\":".to_vec();
     write::list(&mut out, &found, |out, request| write::string(out, request.id()));

@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 
+use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use cbrs_core::Figure;
+use hyper::header::{CONTENT_TYPE, HeaderValue};
 
 use super::json;
 use crate::access;
 use crate::app::App;
 use crate::error::ApiError;
 use crate::lifecycle::Phase;
+use crate::metrics;
 use crate::reply::write;
 
 /// `GET /health`: whether the engine makes progress.
@@ -41,6 +44,13 @@ pub(crate) async fn version(State(app): State<Arc<App>>, request: Request) -> Re
     out.extend_from_slice(settings.server.as_bytes());
     out.push(b'}');
     json(out)
+}
+
+/// `GET /metrics`: all figures in Prometheus' text format.
+pub(crate) async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let mut response = Response::new(Body::from(metrics::write_page(&app)));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"));
+    response
 }
 
 /// `GET /stats`: the scheduler's figures by name.

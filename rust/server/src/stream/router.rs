@@ -9,6 +9,7 @@ use cbrs_text::{OutputChannel, Recipient};
 use tokio::sync::Notify;
 
 use super::mailbox::Mailbox;
+use crate::events::EventLog;
 
 type Mailboxes = HashMap<u64, Arc<Mailbox>, foldhash::fast::RandomState>;
 
@@ -56,15 +57,16 @@ impl Router {
     }
 
     /// Delivers what comes, for ever.
-    pub(crate) async fn run(&self) {
+    pub(crate) async fn run(&self, events: &EventLog) {
         loop {
             self.news.notified().await;
-            self.deliver();
+            self.deliver(events);
         }
     }
 
-    fn deliver(&self) {
+    fn deliver(&self, events: &EventLog) {
         let updates = self.channel.take();
+        events.note(&updates);
         let mut wakers = Vec::with_capacity(updates.len());
         let mailboxes = self.lock();
         for update in updates {

@@ -10,6 +10,7 @@ use cbrs_text::{End, Update};
 
 use super::mailbox::Mailbox;
 use crate::access::{self, ApiKey};
+use crate::access_log::{Entry, Tally};
 use crate::app::App;
 use crate::error::ApiError;
 
@@ -82,6 +83,9 @@ pub(crate) struct Ticket {
     indices: Range<u64>,
     /// Indices whose last update has not come.
     num_open: usize,
+    /// Line of the access log, and what it is to say.
+    entry: Option<Arc<Entry>>,
+    tally: Tally,
 }
 
 impl Ticket {
@@ -93,17 +97,22 @@ impl Ticket {
         if !app.lifecycle.begin() {
             return Err(ApiError::unavailable("the server is shutting down"));
         }
-        let (submitted, mailbox) = (Arc::new(submitted), Arc::default());
+        let (app, submitted, mailbox) = (Arc::clone(app), Arc::new(submitted), Arc::default());
         let indices = app.router.open(&mailbox, num_prompts);
         app.names.add(&submitted);
-        Ok(Self { app: Arc::clone(app), submitted, mailbox, indices, num_open: num_prompts })
+        Ok(Self { app, submitted, mailbox, indices, num_open: num_prompts, entry: None, tally: Tally::default() })
+    }
+
+    /// Lets a line of the access log say what comes of the request.
+    pub(super) fn log_to(&mut self, entry: Option<Arc<Entry>>) {
+        self.entry = entry;
     }
 
     pub(super) fn indices(&self) -> Range<u64> {
         self.indices.clone()
     }
 
-    pub(crate) fn submitted(&self) -> &Submitted {
+    pub(crate) fn submitted(&self) -> &Arc<Submitted> {
         &self.submitted
     }
 
@@ -124,6 +133,7 @@ impl Ticket {
 
     /// Notes that an update was read; returns whether it was the last one.
     pub(crate) fn note(&mut self, update: &Update) -> bool {
+        self.tally.add(update);
         self.num_open -= usize::from(update.is_last);
         self.num_open == 0
     }
@@ -138,6 +148,10 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if self.num_open > 0 {
             self.submitted.cut(&self.app.engine.submitter);
+            self.tally.add_reason(FinishReason::Cancelled);
+        }
+        if let Some(entry) = &self.entry {
+            entry.finish(self.tally);
         }
         self.app.names.remove(&self.submitted);
         self.app.router.close(self.indices.clone());

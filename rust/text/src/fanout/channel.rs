@@ -45,6 +45,8 @@ pub struct Update {
     pub arrival_ns: u64,
     /// When it was first planned; absent if it ended while it waited.
     pub first_scheduled_ns: Option<u64>,
+    /// When the first token of the choice came; absent if there is none.
+    pub first_token_ns: Option<u64>,
     /// When this came.
     pub time_ns: u64,
     /// No update of this request will follow.
@@ -270,6 +272,7 @@ mod tests {
             num_cached_tokens: 0,
             arrival_ns: 0,
             first_scheduled_ns: None,
+            first_token_ns: None,
             time_ns: 0,
             is_last: false,
         }

@@ -20,6 +20,8 @@ pub struct End {
     pub stop_reason: Option<StopReason>,
     /// Why it failed, if it did.
     pub error: Option<Arc<str>>,
+    /// Tokens of the output.
+    pub num_tokens: u32,
 }
 
 /// What an event did to its choice.
@@ -27,6 +29,8 @@ pub struct End {
 pub(super) struct Change {
     /// Whether the token of the event belongs to the output.
     pub(super) has_token: bool,
+    /// Nanoseconds since the token before, if it has one and there was one.
+    pub(super) latency_ns: Option<u64>,
     /// A stop string that this token completed.
     pub(super) stop: Option<Arc<str>>,
     pub(super) end: Option<End>,
@@ -37,13 +41,15 @@ pub(super) struct LiveChoice {
     /// Absent without a text.
     stream: Option<TextStream>,
     num_tokens: u32,
+    /// Absent before the first token.
+    first_token_ns: Option<u64>,
     last_token_ns: u64,
     has_ended: bool,
 }
 
 impl LiveChoice {
     pub(super) fn new(stream: Option<TextStream>) -> Self {
-        Self { stream, num_tokens: 0, last_token_ns: 0, has_ended: false }
+        Self { stream, num_tokens: 0, first_token_ns: None, last_token_ns: 0, has_ended: false }
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -55,10 +61,20 @@ impl LiveChoice {
         self.num_tokens
     }
 
-    /// Seconds since the token before, if there was one, for a token that comes now.
-    pub(super) fn latency_s(&mut self, time_ns: u64) -> Option<f32> {
+    /// When the first of them came, if there is one.
+    pub(super) fn first_token_ns(&self) -> Option<u64> {
+        self.first_token_ns
+    }
+
+    /// Counts a token; returns the nanoseconds since the one before, if there was one.
+    fn count_token(&mut self, time_ns: u64) -> Option<u64> {
+        self.num_tokens += 1;
         let last_ns = std::mem::replace(&mut self.last_token_ns, time_ns);
-        (self.num_tokens > 1).then(|| time_ns.saturating_sub(last_ns) as f32 / 1e9)
+        let is_first = self.num_tokens == 1;
+        if is_first {
+            self.first_token_ns = Some(time_ns);
+        }
+        (!is_first).then(|| time_ns.saturating_sub(last_ns))
     }
 
     /// Reads an event; one that comes after the end changes nothing.
@@ -69,7 +85,7 @@ impl LiveChoice {
         }
         if let Some(token) = event.token.filter(|_| self.stopped().is_none()) {
             change.has_token = true;
-            self.num_tokens += 1;
+            change.latency_ns = self.count_token(event.time_ns);
             // The token that ends the output as `stop` is EOS or a stop id: it stays in the ids, not in the text.
             let is_ending = event.finish == Some(FinishReason::Stop);
             if let Some(stream) = self.stream.as_mut().filter(|_| !is_ending) {
@@ -109,6 +125,6 @@ impl LiveChoice {
             (None, _) => (reason, None),
         };
         let error = event.detail.filter(|_| finish_reason == FinishReason::Error).cloned();
-        End { finish_reason, stop_reason, error }
+        End { finish_reason, stop_reason, error, num_tokens: self.num_tokens }
     }
 }

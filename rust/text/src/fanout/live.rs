@@ -11,6 +11,7 @@ use super::channel::{Channel, Outbox, Update};
 use super::choice::{Change, LiveChoice};
 use super::event::{Event, LogprobRow};
 use super::finished::{FinishedChoice, FinishedRequest};
+use super::timings::{Recorder, Timings, is_complete};
 use crate::stream::TextStream;
 
 /// What an event did to its request.
@@ -75,6 +76,9 @@ pub(super) struct LiveRequest {
     /// Whether an update was sent.
     has_told: bool,
     has_logprobs: bool,
+    num_prompt_tokens: usize,
+    /// Whether no choice has ended otherwise than by itself.
+    is_complete: bool,
     /// Without outputs if they are streamed.
     result: FinishedRequest,
 }
@@ -92,6 +96,8 @@ impl LiveRequest {
             held: (draft.is_whole && !is_kept).then(|| vec![Held::default(); n as usize]),
             has_told: false,
             has_logprobs: draft.num_logprobs.is_some(),
+            num_prompt_tokens: draft.prompt_token_ids.len(),
+            is_complete: true,
             result: FinishedRequest {
                 request_id: id.as_u64(),
                 index: draft.index,
@@ -117,8 +123,9 @@ impl LiveRequest {
         self.channel.as_ref().is_some_and(|own| Arc::ptr_eq(own, channel))
     }
 
-    pub(super) fn start(&mut self, time_ns: u64, num_cached_tokens: usize) {
-        self.result.first_scheduled_ns.get_or_insert(time_ns);
+    pub(super) fn start(&mut self, time_ns: u64, num_cached_tokens: usize, timings: &Timings) {
+        self.result.first_scheduled_ns = Some(time_ns);
+        timings.queue.record(time_ns.saturating_sub(self.result.arrival_ns));
         self.result.num_cached_tokens = num_cached_tokens;
     }
 
@@ -130,8 +137,8 @@ impl LiveRequest {
         }
     }
 
-    /// Reads an event; `outbox` takes what it makes to tell.
-    pub(super) fn apply(&mut self, event: &Event<'_>, outbox: &mut Outbox) -> Progress {
+    /// Reads an event; `outbox` takes what it makes to tell, `recorder` what it says about times.
+    pub(super) fn apply(&mut self, event: &Event<'_>, outbox: &mut Outbox, recorder: &mut Recorder<'_>) -> Progress {
         let Some(choice) = self.choices.get_mut(event.choice).filter(|choice| !choice.has_ended()) else {
             return Progress::GoesOn;
         };
@@ -141,7 +148,17 @@ impl LiveRequest {
         self.num_open -= usize::from(change.end.is_some());
         self.result.finished_ns = event.time_ns;
         if change.has_token {
-            self.result.first_token_ns.get_or_insert(event.time_ns);
+            recorder.token(change.latency_ns);
+            if self.result.first_token_ns.is_none() {
+                self.note_first_token(event.time_ns, recorder.timings);
+            }
+        }
+        if let Some(end) = &change.end {
+            recorder.end(end.finish_reason, num_tokens);
+            self.is_complete &= is_complete(end.finish_reason);
+            if self.num_open == 0 && self.is_complete {
+                self.note_end(recorder.timings);
+            }
         }
         if self.result.error.is_none() {
             self.result.error = change.end.as_ref().and_then(|end| end.error.clone());
@@ -158,8 +175,30 @@ impl LiveRequest {
         }
     }
 
+    fn note_first_token(&mut self, time_ns: u64, timings: &Timings) {
+        self.result.first_token_ns = Some(time_ns);
+        timings.first_token.record(time_ns.saturating_sub(self.result.arrival_ns));
+        if let Some(started_ns) = self.result.first_scheduled_ns {
+            timings.prefill.record(time_ns.saturating_sub(started_ns));
+        }
+    }
+
+    /// All choices have ended by themselves.
+    fn note_end(&self, timings: &Timings) {
+        let FinishedRequest { arrival_ns, first_token_ns, finished_ns, .. } = self.result;
+        timings.end_to_end.record(finished_ns.saturating_sub(arrival_ns));
+        timings.decode.record(finished_ns.saturating_sub(first_token_ns.unwrap_or(finished_ns)));
+        timings.prompt_tokens.record(self.num_prompt_tokens as u64);
+    }
+
     /// Ends every choice for which no event will come.
-    pub(super) fn end_now(&mut self, reason: FinishReason, error: Option<&Arc<str>>, outbox: &mut Outbox) {
+    pub(super) fn end_now(
+        &mut self,
+        reason: FinishReason,
+        error: Option<&Arc<str>>,
+        outbox: &mut Outbox,
+        recorder: &mut Recorder<'_>,
+    ) {
         let event = Event {
             request: self.id(),
             choice: 0,
@@ -171,7 +210,7 @@ impl LiveRequest {
             detail: error,
         };
         for choice in 0..self.choices.len() {
-            self.apply(&Event { choice, ..event }, outbox);
+            self.apply(&Event { choice, ..event }, outbox, recorder);
         }
     }
 
@@ -188,7 +227,7 @@ impl LiveRequest {
         if let Some(token) = event.token.filter(|_| change.has_token) {
             output.token_ids.push(token);
             output.first_token_ns.get_or_insert(event.time_ns);
-            output.inter_token_latencies_s.extend(choice.latency_s(event.time_ns));
+            output.inter_token_latencies_s.extend(change.latency_ns.map(|latency| latency as f32 / 1e9));
             if let (Some(rows), Some(sum)) = (&mut output.logprobs, &mut output.cumulative_logprob) {
                 let (ids, values, rank) = event.logprobs.unwrap_or_default();
                 rows.push(ids, values, rank);
@@ -235,6 +274,7 @@ impl LiveRequest {
             num_cached_tokens: self.result.num_cached_tokens,
             arrival_ns: self.result.arrival_ns,
             first_scheduled_ns: self.result.first_scheduled_ns,
+            first_token_ns: self.choices[event.choice].first_token_ns(),
             time_ns: event.time_ns,
             is_last: self.num_open == 0,
         };

@@ -15,6 +15,7 @@ mod live;
 mod mailbox;
 #[cfg(test)]
 mod tests;
+mod timings;
 
 use std::collections::HashMap;
 use std::io;
@@ -36,6 +37,8 @@ use finished::FinishedQueue;
 pub use finished::{FinishedChoice, FinishedRequest, StopReason};
 use live::{Draft, LiveRequest, Progress};
 use mailbox::{MailSink, Mailbox};
+use timings::Recorder;
+pub use timings::Timings;
 
 type LiveMap = HashMap<u64, LiveRequest, foldhash::fast::RandomState>;
 
@@ -46,6 +49,7 @@ struct Shared {
     live: Mutex<Live>,
     finished: FinishedQueue,
     submitter: Submitter,
+    timings: Timings,
 }
 
 #[derive(Debug, Default)]
@@ -103,6 +107,7 @@ impl OutputProcessor {
             live: Mutex::default(),
             finished: FinishedQueue::default(),
             submitter,
+            timings: Timings::default(),
         });
         let consumer = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("cbrs-text".to_owned()).spawn(move || consumer.run())?;
@@ -185,6 +190,11 @@ impl OutputProcessor {
         if self.is_fork() { Vec::new() } else { self.shared.finished.wait(timeout, max) }
     }
 
+    /// How long requests wait and how fast they run, since this was made.
+    pub fn timings(&self) -> &Timings {
+        &self.shared.timings
+    }
+
     /// Requests that are submitted and not finished.
     pub fn num_live(&self) -> usize {
         if self.is_fork() { 0 } else { self.shared.lock_live().requests.len() }
@@ -246,11 +256,12 @@ impl Shared {
 
     fn apply(&self, output: &StepOutput, outbox: &mut Outbox, ended: &mut Vec<FinishedRequest>) {
         let mut live = self.lock_live();
-        live.start(output);
+        let mut recorder = Recorder::new(&self.timings);
+        live.start(output, &self.timings);
         fault::point("text: consumer");
         for event in event::events(output) {
             let Some(request) = live.requests.get_mut(&event.request) else { continue };
-            match request.apply(&event, outbox) {
+            match request.apply(&event, outbox, &mut recorder) {
                 Progress::GoesOn => {}
                 Progress::Stopped { num_tokens, stop } => {
                     let id = RequestId::from_u64(event.request);
@@ -261,6 +272,8 @@ impl Shared {
                 }
             }
         }
+        // Who has got an answer finds it counted.
+        drop(recorder);
         // Before the lock is given back: once nothing is live, everything can be taken.
         self.finished.extend(std::mem::take(ended));
         outbox.deliver();
@@ -283,12 +296,15 @@ impl Shared {
         let mut left: Vec<LiveRequest> = std::mem::take(&mut live.requests).into_values().collect();
         left.sort_unstable_by_key(LiveRequest::id);
         let error = error.map(Arc::from);
+        let mut recorder = Recorder::new(&self.timings);
         let ended = left.into_iter().filter_map(|mut request| {
             self.submitter.cancel(RequestId::from_u64(request.id()));
-            request.end_now(reason, error.as_ref(), outbox);
+            request.end_now(reason, error.as_ref(), outbox, &mut recorder);
             request.into_finished()
         });
-        self.finished.extend(ended.collect());
+        let ended = ended.collect();
+        drop(recorder);
+        self.finished.extend(ended);
         self.finished.close();
         outbox.deliver();
     }
@@ -296,11 +312,11 @@ impl Shared {
 
 impl Live {
     /// Reads what a step output says about requests besides their events: first admissions and prompts.
-    fn start(&mut self, output: &StepOutput) {
+    fn start(&mut self, output: &StepOutput, timings: &Timings) {
         let started = output.started_request_ids.iter().zip(&output.started_num_cached_tokens);
         for (id, &num_cached_tokens) in started {
             if let Some(request) = self.requests.get_mut(id) {
-                request.start(output.time_ns, num_cached_tokens as usize);
+                request.start(output.time_ns, num_cached_tokens as usize, timings);
             }
         }
         let prompt_rows = output.prompt_logprob_requests.iter().zip(&output.prompt_logprob_positions);

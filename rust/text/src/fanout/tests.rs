@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 
+use cbrs_core::histogram::Histogram;
 use cbrs_core::{FinishReason, LogprobRows, RequestId, RequestSpec, SamplingSpec, StepOutput};
 use proptest::prelude::*;
 
@@ -11,6 +12,7 @@ use super::channel::{Outbox, OutputChannel, Update};
 use super::event::events;
 use super::finished::{FinishedRequest, StopReason};
 use super::live::{Draft, LiveRequest, Progress};
+use super::timings::{Recorder, Timings};
 use crate::{StopStrings, TextStream, Tokenizer};
 
 const VOCAB: &str = r#"{"version": "1.0", "model": {"type": "WordLevel", "unk_token": "?",
@@ -24,6 +26,7 @@ struct Rig {
     request: Option<LiveRequest>,
     outbox: Outbox,
     finished: Option<FinishedRequest>,
+    timings: Timings,
 }
 
 impl Rig {
@@ -33,15 +36,16 @@ impl Rig {
         draft.stream = Some(TextStream::new(tokenizer, StopStrings::new(stops).unwrap(), true));
         draft.channel = channel.map(OutputChannel::sender);
         let request = Some(LiveRequest::new(RequestId::from_u64(ID), draft));
-        Self { request, outbox: Outbox::default(), finished: None }
+        Self { request, outbox: Outbox::default(), finished: None, timings: Timings::default() }
     }
 
     /// Applies one step; returns the choices that found a stop string, with their numbers of tokens.
     fn step(&mut self, output: &StepOutput) -> Vec<(usize, u32)> {
         let mut stopped = Vec::new();
+        let mut recorder = Recorder::new(&self.timings);
         for event in events(output) {
             let Some(request) = &mut self.request else { break };
-            match request.apply(&event, &mut self.outbox) {
+            match request.apply(&event, &mut self.outbox, &mut recorder) {
                 Progress::GoesOn => {}
                 Progress::Stopped { num_tokens, .. } => stopped.push((event.choice, num_tokens)),
                 Progress::Ended => self.finished = self.request.take().and_then(LiveRequest::into_finished),
@@ -83,6 +87,43 @@ fn rows(tokens: &[i32]) -> LogprobRows {
         rows.push(&[token, 4], &[-(token as f32) - 1.0, -8.0], token + 1);
     }
     rows
+}
+
+/// Values of a histogram: how many, and their sum.
+fn total(histogram: &Histogram) -> (u64, u64) {
+    (histogram.counts().iter().sum(), histogram.sum())
+}
+
+#[test]
+fn times_are_counted_once() {
+    let mut rig = Rig::new(&spec(2, None), &[], None);
+    rig.request.as_mut().unwrap().start(5, 0, &rig.timings);
+    rig.step(&output(10, &[(0, 0, None)], false));
+    rig.step(&output(17, &[(0, 1, None), (1, 0, None)], false));
+    rig.step(&output(20, &[(0, 1, Some(FinishReason::Length)), (1, 2, None)], false));
+    rig.step(&output(24, &[(0, 3, None), (1, 2, Some(FinishReason::Stop))], false));
+    let timings = &rig.timings;
+    assert_eq!(timings.num_output_tokens(), 6, "what comes after the end is not counted");
+    assert_eq!(total(&timings.queue), (1, 5));
+    assert_eq!(total(&timings.first_token), (1, 10));
+    assert_eq!(total(&timings.prefill), (1, 5));
+    assert_eq!(total(&timings.inter_token), (4, 7 + 3 + 3 + 4));
+    assert_eq!(total(&timings.decode), (1, 14));
+    assert_eq!(total(&timings.end_to_end), (1, 24));
+    assert_eq!(total(&timings.prompt_tokens), (1, 3));
+    assert_eq!(total(&timings.output_tokens), (2, 6));
+    assert_eq!(timings.num_ends().map(|(_, number)| number), [1, 1, 0, 0]);
+}
+
+#[test]
+fn a_request_that_does_not_end_by_itself_has_no_length() {
+    let mut rig = Rig::new(&spec(2, None), &[], None);
+    rig.step(&output(10, &[(0, 0, None), (1, 0, Some(FinishReason::Error))], false));
+    rig.step(&output(12, &[(0, 0, Some(FinishReason::Length))], false));
+    let timings = &rig.timings;
+    assert_eq!((total(&timings.end_to_end), total(&timings.decode)), ((0, 0), (0, 0)));
+    assert_eq!(total(&timings.output_tokens), (1, 2));
+    assert_eq!(timings.num_ends().map(|(_, number)| number), [0, 1, 0, 1]);
 }
 
 #[test]
@@ -184,7 +225,12 @@ fn what_has_no_end_when_the_engine_goes_gets_one_for_each_choice() {
     let mut rig = Rig::new(&spec(3, None), &[], Some(&channel));
     rig.step(&output(1, &[(0, 0, None), (1, 1, Some(FinishReason::Length))], false));
     let error: Arc<str> = "gone".into();
-    rig.request.as_mut().unwrap().end_now(FinishReason::Error, Some(&error), &mut rig.outbox);
+    rig.request.as_mut().unwrap().end_now(
+        FinishReason::Error,
+        Some(&error),
+        &mut rig.outbox,
+        &mut Recorder::new(&rig.timings),
+    );
     rig.outbox.deliver();
     let updates = channel.take();
     let ends: Vec<_> = updates[2..].iter().map(|u| (u.choice, u.end.clone().unwrap().error, u.is_last)).collect();
@@ -255,7 +301,7 @@ proptest! {
         }
         for rig in [&mut whole, &mut streamed] {
             if let Some(mut request) = rig.request.take() {
-                request.end_now(FinishReason::Cancelled, None, &mut rig.outbox);
+                request.end_now(FinishReason::Cancelled, None, &mut rig.outbox, &mut Recorder::new(&rig.timings));
                 rig.finished = request.into_finished();
             }
             rig.outbox.deliver();

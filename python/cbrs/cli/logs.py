@@ -1,0 +1,70 @@
+"""What `cbrs serve` logs, and how its lines look."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cbrs.cli.settings import Value
+
+logger = logging.getLogger("cbrs")
+
+LogFormat = Literal["text", "json"]
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_log_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that `set_up_logs` reads."""
+    group.add_argument(
+        "--log-level",
+        choices=_LEVELS,
+        help="least level that is logged (default: info, with --verbose debug)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="how lines look (default: text)",
+    )
+    group.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a line for each request, of level info",
+    )
+
+
+def set_up_logs(values: Mapping[str, Value]) -> LogFormat | None:
+    """Sets up the command's log; returns how a line for each request looks, None without one."""
+    level = values["log_level"].value
+    if level is not None:
+        logger.setLevel(level.upper())
+    log_format: LogFormat = values["log_format"].value
+    if log_format == "json":
+        for handler in logger.handlers:
+            handler.setFormatter(JsonFormatter())
+    is_wanted = values["access_log"].value and logger.isEnabledFor(logging.INFO)
+    return log_format if is_wanted else None
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; tracebacks only if everything is logged."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns `record` with time, level, logger and message."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info and logger.isEnabledFor(logging.DEBUG):
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)

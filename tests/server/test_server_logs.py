@@ -1,0 +1,206 @@
+"""The access log: one line a request, without a word of what it says."""
+
+import argparse
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from server_kit import Client, wait_until
+
+from cbrs import AsyncLLM
+from cbrs.cli.logs import add_log_options, set_up_logs
+from cbrs.serving import RunningServer
+
+PATH = "/v1/completions"
+MARKER = "Zanzibar"
+
+Lines = Callable[[], list[dict[str, Any]]]
+
+
+@contextmanager
+def logging_server(
+    capfd: pytest.CaptureFixture[str], model: str = "null", log_format: Any = "json", **options: Any
+) -> Iterator[tuple[Client, RunningServer, Lines]]:
+    """A server, and what it has logged since the last look, once it has written `number` lines."""
+    import asyncio
+
+    llm = AsyncLLM(model, max_model_len=512, **options)
+    server = RunningServer(llm, served_model_names=["null"], access_log=log_format)
+    seen: list[str] = []
+
+    def lines() -> list[dict[str, Any]]:
+        seen.extend(capfd.readouterr().err.splitlines())
+        return [json.loads(line) for line in seen]
+
+    try:
+        yield Client(server.url), server, lines
+    finally:
+        server.close()
+        asyncio.run(llm.aclose())
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "null", "prompt": MARKER, "max_tokens": 3, **fields}
+
+
+def test_each_request_has_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with logging_server(capfd) as (client, _, lines):
+        fields = body(prompt=[5] * 40, tenant="acme", priority="batch")
+        first = client.post(PATH, fields, **{"x-request-id": "mine"})
+        streamed = client.post(PATH, {**fields, "stream": True, "n": 2})
+        client.post(PATH, body(temperature=-1))
+        client.get("/health")
+        client.get(f"/{MARKER}?{MARKER}")
+        wait_until(lambda: len(lines()) == 5)
+        whole, stream, refused, health, unknown = lines()
+    assert whole == {
+        "time": whole["time"],
+        "level": "info",
+        "logger": "cbrs.access",
+        "method": "POST",
+        "route": PATH,
+        "status": 200,
+        "duration_s": whole["duration_s"],
+        "id": first.json()["id"],
+        "client_id": "mine",
+        "tenant": "acme",
+        "class": "batch",
+        "prompt_tokens": 40,
+        "cached_tokens": 0,
+        "output_tokens": 3,
+        "ttft_s": whole["ttft_s"],
+        "finish_reason": "length",
+    }
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d\d\dZ", whole["time"])
+    assert 0 < whole["ttft_s"] <= whole["duration_s"] < 30
+    assert stream["id"] == streamed.headers["x-request-id"]
+    assert "client_id" not in stream
+    assert (stream["prompt_tokens"], stream["cached_tokens"], stream["output_tokens"]) == (
+        40,
+        32,
+        6,
+    )
+    assert 0 < stream["ttft_s"] <= stream["duration_s"] < 30
+    assert (refused["status"], refused["error"]) == (400, "invalid_request_error")
+    assert "output_tokens" not in refused
+    assert (health["method"], health["route"], health["status"]) == ("GET", "/health", 200)
+    assert (unknown["route"], unknown["status"], unknown["error"]) == (
+        "unknown",
+        404,
+        "unknown_path",
+    )
+
+
+def test_text_lines_say_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    with logging_server(capfd, log_format="text") as (client, server, _):
+        client.post(PATH, body(tenant='a "b"=c\n'), **{"x-request-id": "mine"})
+        server.close()
+        (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("cbrs: access time=20")
+    assert f" method=POST route={PATH} status=200 " in line
+    assert r' client_id=mine tenant="a \"b\"=c\n" class=standard ' in line
+    assert line.endswith(" finish_reason=length")
+
+
+def test_a_client_that_goes_away_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with logging_server(capfd, "null:0.01") as (client, server, lines):
+        for stream in (True, False):
+            payload = json.dumps(body(max_tokens=400, stream=stream)).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+            with socket.create_connection((server.host, server.port)) as connection:
+                connection.sendall(head.encode() + payload)
+                wait_until(lambda: server.num_active == 1)
+            wait_until(lambda: server.num_active == 0)
+        wait_until(lambda: len(lines()) == 2)
+        stream_line, whole_line = lines()
+        assert stream_line["status"] == 200
+        assert whole_line["status"] == 499
+        assert stream_line["finish_reason"] == whole_line["finish_reason"] == "cancelled"
+        metrics = client.get("/metrics").text
+        assert re.search(r'http_responses_total\{[^}]*status="499"\} 1\n', metrics)
+
+
+def test_nothing_of_a_prompt_or_an_answer_is_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    with logging_server(capfd) as (client, server, _):
+        said = {"role": "user", "content": MARKER}
+        for stream in (False, True):
+            client.post(PATH, body(stream=stream, echo=True, stop=[MARKER]))
+            chat = {"model": "null", "messages": [said], "max_tokens": 3, "stream": stream}
+            client.post("/v1/chat/completions", chat)
+        client.post("/tokenize", {"prompt": MARKER})
+        client.post("/detokenize", {"tokens": [1, 2], MARKER: 1})
+        client.post(PATH, body(prompt=MARKER * 1000))
+        client.post(PATH, body(user=MARKER, metadata={MARKER: MARKER}, cache_salt=MARKER))
+        client.post(PATH, body(**{MARKER: 1}))
+        client.http.post(PATH, content=f'{{"{MARKER}": "{MARKER}'.encode())
+        client.get(f"/v1/models/{MARKER}")
+        client.get(f"/v1/requests/{MARKER}")
+        server.close()
+        log = capfd.readouterr().err
+    assert len(log.splitlines()) == 12
+    assert MARKER not in log
+    assert "quick" not in log, "what the model says"
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_log_options(parser.add_argument_group())
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level", "access_log"),
+    [
+        ((), logging.INFO, "text"),
+        (("--log-format", "json"), logging.INFO, "json"),
+        (("--no-access-log",), logging.INFO, None),
+        (("--log-level", "warning"), logging.WARNING, None),
+        (("--log-level", "debug", "--log-format", "json"), logging.DEBUG, "json"),
+    ],
+)
+def test_options_choose_what_is_logged(
+    arguments: tuple[str, ...], level: int, access_log: str | None
+) -> None:
+    logger = logging.getLogger("cbrs")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        assert set_up_logs(parsed(*arguments)) == access_log
+        assert logger.level == level
+    finally:
+        logger.setLevel(before)
+
+
+def test_a_server_logs_json_and_nothing_else() -> None:
+    command = [sys.executable, "-m", "cbrs", "serve", "null", "--port", "0", "--log-format", "json"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(json.loads(line))
+                if found := re.search(r"serving null at (http://\S+)", lines[-1]["message"]):
+                    break
+            answer = Client(found[1]).complete(prompt=MARKER, max_tokens=2)
+            process.send_signal(signal.SIGTERM)
+            lines += [json.loads(line) for line in process.stderr]
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert all({"time", "level", "logger"} <= line.keys() for line in lines)
+    (access,) = (line for line in lines if line["logger"] == "cbrs.access")
+    assert access["id"] == answer["id"]
+    assert MARKER not in json.dumps(lines)
+
+
+def test_a_wrong_format_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="access_log"), logging_server(capfd, log_format="xml"):
+        pass
