@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,14 +45,26 @@ class Served:
         assert found, "Linux tells the size of each process"
         return int(found[1]) / 1024
 
-    def cpu_s(self) -> dict[str, float]:
-        """Processor time so far by name of the thread."""
-        used: dict[str, float] = {}
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            name = (task / "comm").read_text(encoding="utf-8").strip()
-            ns = int((task / "schedstat").read_text(encoding="ascii").split()[0])
-            used[name] = used.get(name, 0.0) + ns / 1e9
-        return used
+    def cpu_s(self) -> float:
+        """Processor time so far of all its threads."""
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(
+            int((task / "schedstat").read_text(encoding="ascii").split()[0]) / 1e9 for task in tasks
+        )
+
+    def num_steps(self) -> int:
+        """Steps of its engine so far."""
+        return int(json.loads(self.get("/stats"))["num_steps"])
+
+    def tokenize_s(self, text: str) -> float:
+        """Seconds in which a text is tokenized."""
+        body = json.dumps({"prompt": text}).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + "/tokenize", body, headers)
+        started = time.perf_counter()
+        with urllib.request.urlopen(request) as response:
+            response.read()
+        return time.perf_counter() - started
 
 
 @contextmanager
@@ -68,6 +82,42 @@ def serving(model: str, cores: Sequence[int], *arguments: str) -> Iterator[Serve
                 raise RuntimeError(f"the server ended with {status}")
         finally:
             process.kill()
+
+
+class Inside:
+    """An engine in a process of its own, with a server; see `inside.py`."""
+
+    def __init__(self, model: str, max_num_seqs: int, cores: Sequence[int]) -> None:
+        """Starts it on `cores`."""
+        program = Path(__file__).with_name("inside.py")
+        command = [sys.executable, str(program), model, str(max_num_seqs)]
+        with on_cores(cores):
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        self.server = Served(self._read(), model, self._process.pid)
+
+    def run(self, **load: Any) -> dict[str, float]:
+        """The figures of a load without HTTP."""
+        assert self._process.stdin is not None, "it was asked for"
+        self._process.stdin.write(json.dumps(load) + "\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._read()))
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None, "it was asked for"
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine ended with {self._process.wait()}")
+        return line.strip()
+
+    def __enter__(self) -> Inside:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        """Ends it."""
+        self._process.communicate(timeout=_END_TIMEOUT_S)
 
 
 def _url(process: subprocess.Popen[str]) -> str:

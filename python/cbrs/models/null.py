@@ -98,7 +98,7 @@ class NullRunner:
 
     def sample(self, logits: Tensor, batch: Any) -> SampledTokens:
         """Return the scripted token of each sample, int32 `[num_samples]`."""
-        token_ids = self._script[batch.sample_positions % len(self._script)]
+        token_ids = self._script.take(batch.sample_positions, mode="wrap")
         logprobs = prompt_logprobs = None
         if batch.has_sampling_extras:
             columns = int(batch.num_logprobs[batch.sample_rows].max(initial=-1))

@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::sync::RwLock;
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -18,6 +19,10 @@ use crate::gpt2_split::Words;
 const MAX_WORDS: usize = 1 << 15;
 /// Longer words are not remembered, in bytes.
 const MAX_WORD_BYTES: usize = 32;
+/// Longest run without a pause, as far as words are short.
+const PAUSE_INTERVAL: Duration = Duration::from_micros(250);
+/// Text that takes much less than that.
+const BYTES_BETWEEN_LOOKS: usize = 256;
 
 /// What a `tokenizer.json` says about the way from text to ids, besides its model.
 #[derive(Debug, Clone, Copy)]
@@ -86,53 +91,92 @@ impl ByteLevelEncoder {
         Some(Self { added, splits_digits, known: RwLock::default() })
     }
 
-    /// The ids of a text; `model` is the tokenizer's.
+    /// The ids of a text; `model` is the tokenizer's. With `pauses`, other threads get their turn in between.
     ///
     /// # Errors
     /// What the model says about a word that it cannot express.
-    pub(crate) fn encode(&self, model: &ModelWrapper, text: &str) -> tokenizers::Result<Vec<i32>> {
-        let mut ids = Vec::with_capacity(text.len() / 4 + 8);
+    pub(crate) fn encode(&self, model: &ModelWrapper, text: &str, pauses: bool) -> tokenizers::Result<Vec<i32>> {
+        let ids = Vec::with_capacity(text.len() / 4 + 8);
+        let mut run = Run { encoder: self, model, ids, pauses: pauses.then(Pauses::start) };
         let mut rest = text;
         while let Some((start, end, id)) = self.added.find(rest) {
-            self.encode_part(model, &rest[..start], &mut ids)?;
-            ids.push(id);
+            run.part(&rest[..start])?;
+            run.ids.push(id);
             rest = &rest[end..];
         }
-        self.encode_part(model, rest, &mut ids)?;
-        Ok(ids)
+        run.part(rest)?;
+        Ok(run.ids)
     }
+}
 
-    /// A text without added tokens.
-    fn encode_part(&self, model: &ModelWrapper, text: &str, ids: &mut Vec<i32>) -> tokenizers::Result<()> {
+/// One text on its way.
+struct Run<'a> {
+    encoder: &'a ByteLevelEncoder,
+    model: &'a ModelWrapper,
+    ids: Vec<i32>,
+    pauses: Option<Pauses>,
+}
+
+impl Run<'_> {
+    /// Adds a text without added tokens.
+    fn part(&mut self, text: &str) -> tokenizers::Result<()> {
         let mut rest = text;
-        while let Some((start, end)) = find_digit(rest).filter(|_| self.splits_digits) {
-            self.encode_words(model, &rest[..start], ids)?;
-            self.encode_word(model, &rest[start..end], ids)?;
+        while let Some((start, end)) = find_digit(rest).filter(|_| self.encoder.splits_digits) {
+            self.words(&rest[..start])?;
+            self.word(&rest[start..end])?;
             rest = &rest[end..];
         }
-        self.encode_words(model, rest, ids)
+        self.words(rest)
     }
 
-    fn encode_words(&self, model: &ModelWrapper, text: &str, ids: &mut Vec<i32>) -> tokenizers::Result<()> {
-        Words::of(text).try_for_each(|word| self.encode_word(model, word, ids))
+    fn words(&mut self, text: &str) -> tokenizers::Result<()> {
+        Words::of(text).try_for_each(|word| self.word(word))
     }
 
-    fn encode_word(&self, model: &ModelWrapper, word: &str, ids: &mut Vec<i32>) -> tokenizers::Result<()> {
+    fn word(&mut self, word: &str) -> tokenizers::Result<()> {
+        if let Some(pauses) = &mut self.pauses {
+            pauses.after(word.len());
+        }
+        let known = &self.encoder.known;
         let is_short = word.len() <= MAX_WORD_BYTES;
         if is_short
-            && let Ok(known) = self.known.try_read()
+            && let Ok(known) = known.try_read()
             && let Some(of_word) = known.get(word)
         {
-            ids.extend_from_slice(of_word);
+            self.ids.extend_from_slice(of_word);
             return Ok(());
         }
-        let start = ids.len();
+        let start = self.ids.len();
         let letters: String = word.bytes().map(byte_letter).collect();
-        ids.extend(model.tokenize(&letters)?.iter().map(|token| token.id as i32));
-        if is_short && let Ok(mut known) = self.known.try_write() {
-            known.insert(word, &ids[start..]);
+        self.ids.extend(self.model.tokenize(&letters)?.iter().map(|token| token.id as i32));
+        if is_short && let Ok(mut known) = known.try_write() {
+            known.insert(word, &self.ids[start..]);
         }
         Ok(())
+    }
+}
+
+/// Gives the processor to whoever waits for it, from time to time.
+struct Pauses {
+    /// Bytes until the next look at the time.
+    num_left: usize,
+    last: Instant,
+}
+
+impl Pauses {
+    fn start() -> Self {
+        Self { num_left: BYTES_BETWEEN_LOOKS, last: Instant::now() }
+    }
+
+    fn after(&mut self, num_bytes: usize) {
+        self.num_left = self.num_left.saturating_sub(num_bytes);
+        if self.num_left == 0 {
+            self.num_left = BYTES_BETWEEN_LOOKS;
+            if self.last.elapsed() >= PAUSE_INTERVAL {
+                std::thread::yield_now();
+                self.last = Instant::now();
+            }
+        }
     }
 }
 

@@ -29,7 +29,9 @@ mod text_spec;
 mod tojson;
 pub mod tokenizer;
 
-pub use fanout::{End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, Update};
+pub use fanout::{
+    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, TokenIds, Update,
+};
 pub use stop::StopStrings;
 pub use stream::TextStream;
 pub use template::{ChatRequest, ChatTemplate, TemplateLimits};

@@ -11,9 +11,52 @@ use super::Tokenizer;
 /// Parts that random texts are made of: words, contractions, digits of several scripts, all kinds of spaces, added tokens whole and
 /// cut, marks and letters that are easily taken for each other.
 const PARTS: [&str; 46] = [
-    " ", "  ", "\n", "\t", "\r\n", "\u{a0}", "\u{2003}", "\u{3000}", "\u{200b}", "\u{85}", "'", "'s", "'S", "'re", "'ll", "'lt", "\"",
-    "a", "Z", "the", " world", "hello", "don't", "_", "-", "!?", "…", "é", "e\u{301}", "ß", "ſ", "ªº", "Ⅷ", "½²", "٣", "४२", "7", "2024",
-    "你好", "한", "ไทย", "🚀", "👩\u{200d}🚀", "𝔘", "<|im_start|>", "<|im_en",
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\r\n",
+    "\u{a0}",
+    "\u{2003}",
+    "\u{3000}",
+    "\u{200b}",
+    "\u{85}",
+    "'",
+    "'s",
+    "'S",
+    "'re",
+    "'ll",
+    "'lt",
+    "\"",
+    "a",
+    "Z",
+    "the",
+    " world",
+    "hello",
+    "don't",
+    "_",
+    "-",
+    "!?",
+    "…",
+    "é",
+    "e\u{301}",
+    "ß",
+    "ſ",
+    "ªº",
+    "Ⅷ",
+    "½²",
+    "٣",
+    "४२",
+    "7",
+    "2024",
+    "你好",
+    "한",
+    "ไทย",
+    "🚀",
+    "👩\u{200d}🚀",
+    "𝔘",
+    "<|im_start|>",
+    "<|im_en",
 ];
 
 fn random_text(state: &mut u64) -> String {
@@ -31,7 +74,9 @@ fn small(changes: Value) -> Tokenizer {
     let mut vocab: serde_json::Map<String, Value> =
         letters.iter().enumerate().map(|(id, letter)| (letter.clone(), json!(id))).collect();
     let mut merges = Vec::new();
-    for (first, second) in [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("Ġ", "Ġ"), ("2", "0"), ("Ã", "©"), ("'", "s")] {
+    for (first, second) in
+        [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("Ġ", "Ġ"), ("2", "0"), ("Ã", "©"), ("'", "s")]
+    {
         vocab.insert(format!("{first}{second}"), json!(vocab.len()));
         merges.push(format!("{first} {second}"));
     }
@@ -86,18 +131,21 @@ fn words_encode_to_what_the_crate_gives() {
 #[test]
 fn every_character_encodes_to_what_the_crate_gives() {
     let tokenizer = small(json!({}));
-    let all: Vec<char> = (1..=0x3_FFFF).filter_map(char::from_u32).collect();
+    let all: Vec<char> = (1..=0x2_FFFF).filter_map(char::from_u32).collect();
     for characters in all.chunks(512) {
         // Each between letters, between spaces, and beside the one before.
-        let text: String = characters.iter().map(|character| format!("a{character}b {character} {character}")).collect();
-        assert_eq!(tokenizer.encode(&text, false).unwrap(), tokenizer.encode_by_crate(&text, false).unwrap());
+        let text: String =
+            characters.iter().map(|character| format!("a{character}b {character} {character}")).collect();
+        let expected = tokenizer.encode_by_crate(&text, false).unwrap();
+        assert_eq!(tokenizer.encode_in_background(&text, false).unwrap(), expected);
     }
 }
 
 #[test]
 fn a_file_with_anything_else_goes_the_crate_s_way() {
     let byte_level = |changes: Value| {
-        let mut whole = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+        let mut whole =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
         whole.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         whole
     };
