@@ -242,6 +242,23 @@ def test_a_bench_of_the_engine_reports_every_check_and_draws(program, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_bench_of_the_front_end_reports_its_checks():
+    """Two of its parts: each starts a process or two."""
+    pytest.importorskip("torch")
+    arguments = ["--runs", "1", "--seconds", "0.2", "--rate", "40", "--connections", "20"]
+    report = document(run("frontend.py", "--only", "latency", "idle", "--json", *arguments))
+    assert report["bench"] == "frontend"
+    assert [check["name"] for check in report["checks"]] == [
+        "p99 of the added latency, half load",
+        "20 idle connections",
+    ]
+    latency, idle = report["results"]["latency"], report["results"]["idle"]
+    assert latency["num_failed"] == 0
+    assert latency["engine_p50_ms"] > 0
+    assert 0 < latency["p50_ms"] <= latency["p99_ms"]
+    assert idle["num_connections"] == 20
+
+
 def test_the_best_fit_of_steps_is_found_beside_outliers(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHES))
     pytest.importorskip("torch")

@@ -23,6 +23,7 @@ from cbrs.sampled import LOGPROB_FLOOR, LogprobMatrix, SampledTokens
 
 SCRIPT = " The quick brown fox jumps over the lazy dog, and the small grey cat watches it all day."
 MAX_STEP_COST_S = 60.0
+MAX_POSITIONS = 8192
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -60,7 +61,7 @@ def null_config(vocab_size: int) -> ModelConfig:
         head_dim=2,
         attention_scale=1.0,
         rms_norm_eps=1e-6,
-        max_position_embeddings=8192,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
     )
 
@@ -85,7 +86,8 @@ class NullRunner:
 
     def __init__(self, model: NullModel) -> None:
         """Run `model`."""
-        self._script = model.script
+        # The token of each position that there can be.
+        self._script = np.resize(model.script, MAX_POSITIONS)
         self._vocab_size = model.vocab_size
         self._step_cost_s = model.step_cost_s
         self._no_logits = torch.empty((0, model.vocab_size), dtype=torch.float32)
@@ -98,7 +100,7 @@ class NullRunner:
 
     def sample(self, logits: Tensor, batch: Any) -> SampledTokens:
         """Return the scripted token of each sample, int32 `[num_samples]`."""
-        token_ids = self._script[batch.sample_positions % len(self._script)]
+        token_ids = self._script[batch.sample_positions]
         logprobs = prompt_logprobs = None
         if batch.has_sampling_extras:
             columns = int(batch.num_logprobs[batch.sample_rows].max(initial=-1))

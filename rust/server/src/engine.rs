@@ -38,9 +38,10 @@ impl EngineHandle {
         let Some(tokenizer) = self.tokenizer.clone() else {
             return Err(ApiError::invalid("prompt", "the model has no tokenizer; give token ids"));
         };
-        let is_short = text.len() <= max_inline;
-        let encode = move || tokenizer.encode(&text, specials).map_err(ApiError::from);
-        if is_short { encode() } else { apart(encode).await }
+        if text.len() <= max_inline {
+            return tokenizer.encode(&text, specials).map_err(ApiError::from);
+        }
+        apart(move || tokenizer.encode_in_background(&text, specials).map_err(ApiError::from)).await
     }
 
     /// The ids of a conversation; `num_bytes` is the size of its texts.
@@ -54,13 +55,11 @@ impl EngineHandle {
             let message = "the model has no chat template; use /v1/completions".to_owned();
             return Err(Error::ChatTemplate { message }.into());
         };
-        let is_short = num_bytes <= max_inline && !template.may_wait();
-        let encode = move || {
-            let text = template.render(&request)?;
-            // The template writes the special tokens itself.
-            tokenizer.encode(&text, false).map_err(ApiError::from)
-        };
-        if is_short { encode() } else { apart(encode).await }
+        // The template writes the special tokens itself.
+        if num_bytes <= max_inline && !template.may_wait() {
+            return Ok(tokenizer.encode(&template.render(&request)?, false)?);
+        }
+        apart(move || Ok(tokenizer.encode_in_background(&template.render(&request)?, false)?)).await
     }
 }
 

@@ -15,8 +15,10 @@
 //! 2. The text of a request is a function of its token ids and stop strings; neither timing nor the size of steps enter.
 //! 3. Input from outside (files, templates, messages) ends in an error, never in a panic, unbounded work or memory.
 
+mod byte_level;
 mod detokenize;
 pub mod fanout;
+mod gpt2_split;
 mod pieces;
 pub mod stop;
 pub mod stream;
@@ -28,7 +30,8 @@ mod tojson;
 pub mod tokenizer;
 
 pub use fanout::{
-    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, Timings, Update,
+    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, Timings, TokenIds,
+    Update,
 };
 pub use stop::StopStrings;
 pub use stream::TextStream;

@@ -70,7 +70,7 @@ fn a_choice_told_as_a_whole_is_the_parts_joined() {
     for told in &whole {
         let mine = || parts.iter().filter(|part| part.choice == told.choice);
         assert_eq!(told.text, mine().map(|part| part.text.as_str()).collect::<String>());
-        assert_eq!(told.token_ids, mine().flat_map(|part| part.token_ids.clone()).collect::<Vec<_>>());
+        assert_eq!(told.token_ids.as_slice(), mine().flat_map(|part| part.token_ids.clone()).collect::<Vec<_>>());
         assert_eq!(reason(told), Some(FinishReason::Stop));
     }
 }
@@ -89,7 +89,7 @@ fn a_choice_told_as_a_whole_is_told_when_it_is_cancelled() {
     assert!(rig.scheduler.submitter().cancel(id));
     let updates = rig.finish_streams(&channel, 1);
     assert_eq!((updates.len(), reason(&updates[0])), (1, Some(FinishReason::Cancelled)));
-    assert_eq!(updates[0].token_ids, [HELLO; 3]);
+    assert_eq!(updates[0].token_ids.as_slice(), [HELLO; 3]);
 }
 
 #[test]

@@ -67,8 +67,8 @@ pub(crate) struct Update {
 
 impl Update {
     fn new(py: Python<'_>, mut inner: cbrs_text::Update) -> PyResult<Self> {
-        let logprobs = Logprobs::wrap(py, inner.logprobs.take())?;
-        let prompt_logprobs = Logprobs::wrap(py, inner.prompt_logprobs.take())?;
+        let logprobs = Logprobs::wrap(py, inner.logprobs.take().map(|rows| *rows))?;
+        let prompt_logprobs = Logprobs::wrap(py, inner.prompt_logprobs.take().map(|rows| *rows))?;
         Ok(Self { inner, logprobs, prompt_logprobs })
     }
 }
@@ -102,7 +102,7 @@ impl Update {
     /// New tokens; [] if the choice has only ended.
     #[getter]
     fn token_ids(&self) -> Vec<i32> {
-        self.inner.token_ids.clone()
+        self.inner.token_ids.to_vec()
     }
 
     /// One row for each of `token_ids`; None without `logprobs`.

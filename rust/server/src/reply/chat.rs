@@ -17,6 +17,8 @@ struct Choice {
     logprobs: Vec<u8>,
     finish: Option<FinishReason>,
     has_begun: bool,
+    /// What a chunk with nothing but text begins with; empty until the first.
+    token_head: Vec<u8>,
 }
 
 /// The choices of one conversation.
@@ -52,6 +54,23 @@ impl ChatAnswer {
             self.outline.texts.write_prompt(rows, out);
             out.push(b',');
         }
+    }
+
+    /// Appends a chunk with nothing but text: nearly all of them are, and only the text differs.
+    fn write_token(&mut self, index: usize, out: &mut Vec<u8>) {
+        let choice = &mut self.choices[index];
+        if choice.token_head.is_empty() {
+            choice.token_head.extend_from_slice(&self.chunk_head);
+            choice.token_head.extend_from_slice(b"\"choices\":[{\"index\":");
+            write::integer(&mut choice.token_head, index);
+            choice.token_head.extend_from_slice(b",\"delta\":{\"content\":");
+        }
+        out.extend_from_slice(&choice.token_head);
+        write::string(out, &choice.text);
+        out.extend_from_slice(b"},\"logprobs\":null,\"finish_reason\":null}");
+        self.outline.close_chunk(out);
+        choice.text.clear();
+        choice.token_ids.clear();
     }
 
     /// Appends one chunk with one choice; `delta` writes what is in it, `finish` is its end.
@@ -111,6 +130,10 @@ impl Answer for ChatAnswer {
     }
 
     fn write_chunk(&mut self, index: usize, out: &mut Vec<u8>) {
+        let Choice { token_ids, finish, has_begun, .. } = &self.choices[index];
+        if *has_begun && finish.is_none() && !token_ids.is_empty() && self.outline.is_plain() {
+            return self.write_token(index, out);
+        }
         let mut choice = std::mem::take(&mut self.choices[index]);
         if !choice.has_begun {
             choice.has_begun = true;

@@ -27,6 +27,8 @@ struct Choice {
     has_begun: bool,
     /// Its prompt, until it is told.
     prompt: Option<Arc<ToldPrompt>>,
+    /// What a chunk with nothing but text begins with; empty until the first.
+    token_head: Vec<u8>,
 }
 
 /// The choices of all prompts of one completion.
@@ -67,6 +69,23 @@ impl CompletionAnswer {
             }
         }
         choice.prompt = Some(told);
+    }
+
+    /// Appends a chunk with nothing but text: nearly all of them are, and only the text differs.
+    fn write_token(&mut self, index: usize, out: &mut Vec<u8>) {
+        let choice = &mut self.choices[index];
+        if choice.token_head.is_empty() {
+            choice.token_head.extend_from_slice(&self.chunk_head);
+            choice.token_head.extend_from_slice(b"{\"index\":");
+            write::integer(&mut choice.token_head, index);
+            choice.token_head.extend_from_slice(b",\"text\":");
+        }
+        out.extend_from_slice(&choice.token_head);
+        write::string(out, &choice.text);
+        out.extend_from_slice(b",\"logprobs\":null,\"finish_reason\":null}");
+        self.outline.close_chunk(out);
+        choice.text.clear();
+        choice.token_ids.clear();
     }
 
     fn write_choice(&self, index: usize, choice: &mut Choice, out: &mut Vec<u8>) {
@@ -120,6 +139,10 @@ impl Answer for CompletionAnswer {
     }
 
     fn write_chunk(&mut self, index: usize, out: &mut Vec<u8>) {
+        let Choice { prompt, finish, .. } = &self.choices[index];
+        if prompt.is_none() && finish.is_none() && self.outline.is_plain() {
+            return self.write_token(index, out);
+        }
         out.extend_from_slice(&self.chunk_head);
         let mut choice = std::mem::take(&mut self.choices[index]);
         self.write_choice(index, &mut choice, out);

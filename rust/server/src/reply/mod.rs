@@ -39,6 +39,11 @@ pub(crate) struct Outline {
 }
 
 impl Outline {
+    /// Whether tokens are told by nothing but their text.
+    fn is_plain(&self) -> bool {
+        self.logprobs.is_none() && !self.has_token_ids
+    }
+
     /// Appends what follows the choices of a chunk.
     fn close_chunk(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(if self.has_usage { b"],\"usage\":null}\n\n" } else { b"]}\n\n" });

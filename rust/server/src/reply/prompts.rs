@@ -9,7 +9,7 @@ use cbrs_text::{Tokenizer, Update};
 #[derive(Debug)]
 pub(crate) struct ToldPrompt {
     pub(crate) token_ids: Vec<i32>,
-    pub(crate) logprobs: Option<LogprobRows>,
+    pub(crate) logprobs: Option<Box<LogprobRows>>,
 }
 
 /// What has come of each prompt.

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use cbrs_core::{FinishReason, LogprobRows};
-use cbrs_text::{End, Update};
+use cbrs_text::{End, TokenIds, Update};
 use serde_json::{Value, json};
 
 use super::{Answer, ChatAnswer, CompletionAnswer, Outline, TokenTexts, Usage, write};
@@ -29,9 +29,9 @@ fn update(choice: u32, text: &str, token: i32, is_last: bool) -> Update {
         request_id: 1,
         index: 0,
         choice,
-        text: text.to_owned(),
-        token_ids: vec![token],
-        logprobs: Some(logprobs),
+        text: text.into(),
+        token_ids: TokenIds::from_slice(&[token]),
+        logprobs: Some(Box::new(logprobs)),
         end: is_last.then_some(End {
             finish_reason: FinishReason::Length,
             stop_reason: None,

@@ -9,7 +9,13 @@ const LOGPROB_FLOOR: f32 = -9999.0;
 
 /// A string with its quotes.
 pub(crate) fn string(out: &mut Vec<u8>, text: &str) {
-    serde_json::to_writer(out, text).expect("a string, written to memory");
+    // Most tokens have nothing to escape.
+    if text.bytes().any(|byte| byte < b' ' || byte == b'"' || byte == b'\\') {
+        return serde_json::to_writer(out, text).expect("a string, written to memory");
+    }
+    out.push(b'"');
+    out.extend_from_slice(text.as_bytes());
+    out.push(b'"');
 }
 
 /// An integer.
@@ -25,7 +31,15 @@ pub(crate) fn logprob(out: &mut Vec<u8>, value: f32) {
 
 /// A list of ids.
 pub(crate) fn ids(out: &mut Vec<u8>, ids: &[i32]) {
-    list(out, ids, |out, id| integer(out, *id));
+    let mut digits = itoa::Buffer::new();
+    out.push(b'[');
+    for (index, &id) in ids.iter().enumerate() {
+        if index > 0 {
+            out.push(b',');
+        }
+        out.extend_from_slice(digits.format(id).as_bytes());
+    }
+    out.push(b']');
 }
 
 /// A list.

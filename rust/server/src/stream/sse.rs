@@ -16,6 +16,8 @@ use crate::error::ApiError;
 use crate::reply::{Answer, Usage};
 
 const DONE: &[u8] = b"data: [DONE]\n\n";
+/// Estimate for events before the first.
+const FIRST_EVENT_LEN: usize = 288;
 /// Asks nginx not to hold events back.
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
@@ -27,14 +29,15 @@ struct EventStream<A> {
     usage: Usage,
     has_usage: bool,
     updates: Vec<Update>,
-    /// Length of the last frame, as an estimate of the next.
-    last_len: usize,
+    /// Bytes of an event, as an estimate of the next.
+    event_len: usize,
 }
 
 /// A response whose body is the events of a request.
 pub(crate) fn event_stream<A: Answer>(ticket: Ticket, answer: A, has_usage: bool) -> Response {
     let usage = Usage::default();
-    let stream = EventStream { ticket: Some(ticket), answer, usage, has_usage, updates: Vec::new(), last_len: 256 };
+    let stream =
+        EventStream { ticket: Some(ticket), answer, usage, has_usage, updates: Vec::new(), event_len: FIRST_EVENT_LEN };
     let mut response = Response::new(Body::new(stream));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -87,11 +90,13 @@ impl<A: Answer> http_body::Body for EventStream<A> {
             this.ticket = Some(ticket);
             return Poll::Pending;
         }
-        let mut out = Vec::with_capacity(this.last_len);
+        let num_events = this.updates.len();
+        // The first and the last frame have more than tokens.
+        let mut out = Vec::with_capacity(num_events * this.event_len + 2 * FIRST_EVENT_LEN);
         if !this.write(&mut ticket, &mut out) {
             this.ticket = Some(ticket);
         }
-        this.last_len = out.len();
+        this.event_len = out.len().div_ceil(num_events);
         Poll::Ready(Some(Ok(Frame::data(Bytes::from(out)))))
     }
 

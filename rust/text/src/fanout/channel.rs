@@ -14,9 +14,14 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cbrs_core::{Error, LogprobRows, Result};
+use compact_str::CompactString;
+use smallvec::SmallVec;
 
 use super::Shared;
 use super::choice::End;
+
+/// Ids of tokens; those of one update need no memory of their own.
+pub type TokenIds = SmallVec<[i32; 4]>;
 
 /// What is new about one choice of a request. Times are nanoseconds on the engine's clock.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,17 +33,17 @@ pub struct Update {
     /// Number of the choice.
     pub choice: u32,
     /// Text that may be shown from now on.
-    pub text: String,
+    pub text: CompactString,
     /// New tokens: one, or none if the choice has only ended; all of a choice that is told as a whole.
-    pub token_ids: Vec<i32>,
+    pub token_ids: TokenIds,
     /// One row for each of `token_ids`; absent unless asked for.
-    pub logprobs: Option<LogprobRows>,
+    pub logprobs: Option<Box<LogprobRows>>,
     /// How the choice ended; absent if it goes on.
     pub end: Option<End>,
     /// The prompt, as far as it was not truncated; with the request's first update.
     pub prompt_token_ids: Option<Vec<i32>>,
     /// What was asked about each prompt token but the first; with the request's first update, if the prompt was read to its end.
-    pub prompt_logprobs: Option<LogprobRows>,
+    pub prompt_logprobs: Option<Box<LogprobRows>>,
     /// Prompt tokens found in the prefix cache at the first admission.
     pub num_cached_tokens: usize,
     /// When the request was submitted.
@@ -263,8 +268,8 @@ mod tests {
             request_id: 1,
             index,
             choice: 0,
-            text: String::new(),
-            token_ids: vec![1],
+            text: CompactString::default(),
+            token_ids: TokenIds::from_slice(&[1]),
             logprobs: None,
             end: None,
             prompt_token_ids: None,

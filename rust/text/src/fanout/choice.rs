@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use cbrs_core::FinishReason;
+use compact_str::CompactString;
 
 use super::event::Event;
 use super::finished::StopReason;
@@ -98,8 +99,8 @@ impl LiveChoice {
     }
 
     /// What may be shown since the last call.
-    pub(super) fn take_delta(&mut self) -> String {
-        self.stream.as_mut().map_or_else(String::new, |stream| stream.take_delta().to_owned())
+    pub(super) fn take_delta(&mut self) -> CompactString {
+        self.stream.as_mut().map_or_else(CompactString::default, |stream| stream.take_delta().into())
     }
 
     /// The text of a choice that has ended; it is given out once.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use cbrs_core::{FinishReason, LogprobRows, RequestId, RequestSpec};
 
-use super::channel::{Channel, Outbox, Update};
+use super::channel::{Channel, Outbox, TokenIds, Update};
 use super::choice::{Change, LiveChoice};
 use super::event::{Event, LogprobRow};
 use super::finished::{FinishedChoice, FinishedRequest};
@@ -60,7 +60,7 @@ impl Draft {
 /// Tokens of a choice that is told when it ends; its text waits in its stream.
 #[derive(Debug, Default, Clone)]
 struct Held {
-    token_ids: Vec<i32>,
+    token_ids: TokenIds,
     /// Absent unless asked for.
     logprobs: Option<LogprobRows>,
 }
@@ -267,9 +267,9 @@ impl LiveRequest {
             choice: event.choice as u32,
             text: self.choices[event.choice].take_delta(),
             token_ids,
-            logprobs,
+            logprobs: logprobs.map(Box::new),
             end: change.end,
-            prompt_logprobs: if is_first { self.take_prompt_logprobs() } else { None },
+            prompt_logprobs: if is_first { self.take_prompt_logprobs().map(Box::new) } else { None },
             prompt_token_ids: is_first.then(|| std::mem::take(&mut self.result.prompt_token_ids)),
             num_cached_tokens: self.result.num_cached_tokens,
             arrival_ns: self.result.arrival_ns,

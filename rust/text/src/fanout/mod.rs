@@ -31,7 +31,7 @@ use crate::stream::TextStream;
 use crate::text_spec::TextSpec;
 use crate::tokenizer::Tokenizer;
 use channel::{Channel, Outbox};
-pub use channel::{OutputChannel, Update};
+pub use channel::{OutputChannel, TokenIds, Update};
 pub use choice::End;
 use finished::FinishedQueue;
 pub use finished::{FinishedChoice, FinishedRequest, StopReason};

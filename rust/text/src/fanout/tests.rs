@@ -212,7 +212,7 @@ fn logprobs_of_the_prompt_are_those_of_the_whole_prompt_or_none() {
         }
         let updates = channel.take();
         let given: Vec<_> =
-            updates.iter().map(|update| update.prompt_logprobs.as_ref().map(LogprobRows::len)).collect();
+            updates.iter().map(|update| update.prompt_logprobs.as_ref().map(|rows| rows.len())).collect();
         assert_eq!(given, [(num_rows == 2).then_some(2), None, None]);
         let prompts: Vec<_> = updates.iter().map(|update| update.prompt_token_ids.clone()).collect();
         assert_eq!(prompts, [Some(vec![9, 9, 9]), None, None]);
