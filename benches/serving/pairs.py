@@ -11,7 +11,8 @@ from policies.output import Figures, rounded
 from .server import Inside
 
 CONCURRENCY = 32
-REQUESTS_PER_CLIENT = 2
+NUM_REQUESTS = 2 * CONCURRENCY
+WARM_UP_REQUESTS = CONCURRENCY // 4
 LOAD = {"concurrency": CONCURRENCY, "prompt_tokens": 64, "output_tokens": 64}
 
 
@@ -20,22 +21,21 @@ def compare(options: argparse.Namespace) -> Figures:
 
     Which of a pair comes first changes from pair to pair.
     """
-    num_requests = CONCURRENCY * REQUESTS_PER_CLIENT
     rates: dict[str, list[float]] = {"http": [], "in_process": []}
     with Inside(options.model, CONCURRENCY, sorted(os.sched_getaffinity(0))) as engine:
 
-        def over_http(seed: int) -> float:
+        def over_http(seed: int, num_requests: int = NUM_REQUESTS) -> float:
             report = engine.server.load(**LOAD, num_requests=num_requests, seed=seed)
             if report["num_failed"]:
                 raise RuntimeError(f"requests failed: {report['errors']}")
             return float(report["output_tokens_per_s"])
 
-        def in_process(seed: int) -> float:
+        def in_process(seed: int, num_requests: int = NUM_REQUESTS) -> float:
             # Other prompts than any over HTTP, which the prefix cache may still know.
             return engine.run(**LOAD, num_requests=num_requests, seed=seed)["output_tokens_per_s"]
 
-        over_http(1000)
-        in_process(2000)
+        over_http(1000, WARM_UP_REQUESTS)
+        in_process(2000, WARM_UP_REQUESTS)
         for pair in range(options.runs):
             if pair % 2 == 0:
                 rates["http"].append(over_http(1001 + pair))

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::sync::RwLock;
 use std::time::{Duration, Instant};
 
+use foldhash::fast::RandomState;
 use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{Model as _, ModelWrapper};
@@ -45,6 +46,7 @@ pub(crate) struct ModelKind {
 
 /// A token that is found in the text before it is cut into words.
 #[derive(Debug, Deserialize)]
+#[allow(clippy::struct_excessive_bools)] // the fields of the file
 pub(crate) struct AddedToken {
     pub(crate) id: u64,
     pub(crate) content: String,
@@ -212,11 +214,14 @@ pub(crate) fn byte_letter(byte: u8) -> char {
     char::from_u32(code).expect("below the surrogates")
 }
 
+/// The text of a token and its id.
+type Content = (Box<[u8]>, i32);
+
 /// Tokens that are found in the text before it is cut into words: of those that begin first, the longest.
 #[derive(Debug)]
 struct AddedTokens {
-    /// By first byte, longest first.
-    by_first: HashMap<u8, Vec<(Box<[u8]>, i32)>, foldhash::fast::RandomState>,
+    /// Texts and ids by first byte, longest first.
+    by_first: HashMap<u8, Vec<Content>, RandomState>,
     is_first: [bool; 256],
 }
 
@@ -259,7 +264,7 @@ impl AddedTokens {
 #[derive(Debug, Default)]
 struct KnownWords {
     /// Place in `ids`.
-    places: HashMap<Box<str>, (u32, u32), foldhash::fast::RandomState>,
+    places: HashMap<Box<str>, (u32, u32), RandomState>,
     ids: Vec<i32>,
 }
 
