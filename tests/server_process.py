@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from server_kit import wait_until
+
+# A process loads torch first, which a busy machine takes long for.
+START_TIMEOUT_S = 120.0
 
 
 class ServerProcess:
@@ -38,7 +42,10 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens, once it does."""
-        wait_until(lambda: self._found is not None or self.process.poll() is not None)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self._found is None and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.01)
         found = self._found
         assert found is not None, self.output
         return found[1]
