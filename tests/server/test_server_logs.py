@@ -141,11 +141,13 @@ def test_nothing_of_a_prompt_or_an_answer_is_logged(capfd: pytest.CaptureFixture
         client.post(PATH, body(user=MARKER, metadata={MARKER: MARKER}, cache_salt=MARKER))
         client.post(PATH, body(**{MARKER: 1}))
         client.http.post(PATH, content=f'{{"{MARKER}": "{MARKER}'.encode())
+        client.post(PATH, body(tenant=MARKER * 100))
+        client.http.request(MARKER, PATH)
         client.get(f"/v1/models/{MARKER}")
         client.get(f"/v1/requests/{MARKER}")
         server.close()
         log = capfd.readouterr().err
-    assert len(log.splitlines()) == 12
+    assert len(log.splitlines()) == 14
     assert MARKER not in log
     assert "quick" not in log, "what the model says"
 

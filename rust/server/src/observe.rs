@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use hyper::StatusCode;
+use hyper::{Method, StatusCode};
 
 use crate::access_log::Entry;
 use crate::app::App;
@@ -40,11 +40,17 @@ impl Drop for Pending {
     }
 }
 
+/// The name of a method; clients may send any word.
+fn known_method(method: &Method) -> &'static str {
+    const KNOWN: [&str; 8] = ["GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE"];
+    KNOWN.into_iter().find(|&known| method.as_str() == known).unwrap_or("other")
+}
+
 /// Counts the response, and begins a line of the access log that the route may add to.
 pub(crate) async fn observe(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     let entry = app.access_log.as_ref().map(|log| {
         let route = request.extensions().get::<MatchedPath>().map_or(NO_ROUTE, MatchedPath::as_str);
-        log.begin(request.method().as_str(), route)
+        log.begin(known_method(request.method()), route)
     });
     if let Some(entry) = &entry {
         request.extensions_mut().insert(Arc::clone(entry));

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cbrs_core::FinishReason;
 use cbrs_core::policy::Class;
+use cbrs_core::request::MAX_LABEL_BYTES;
 use cbrs_text::Update;
 use hyper::StatusCode;
 
@@ -60,11 +61,11 @@ impl AccessLog {
     }
 
     /// A request has come.
-    pub(crate) fn begin(self: &Arc<Self>, method: &str, route: &str) -> Arc<Entry> {
+    pub(crate) fn begin(self: &Arc<Self>, method: &'static str, route: &str) -> Arc<Entry> {
         Arc::new(Entry {
             log: Arc::clone(self),
             arrived_ns: (self.clock)(),
-            method: method.to_owned(),
+            method,
             route: route.to_owned(),
             details: Mutex::default(),
         })
@@ -76,7 +77,7 @@ impl AccessLog {
 pub(crate) struct Entry {
     log: Arc<AccessLog>,
     arrived_ns: u64,
-    method: String,
+    method: &'static str,
     route: String,
     details: Mutex<Details>,
 }
@@ -106,10 +107,10 @@ impl Entry {
         details.client_id = client_id.map(str::to_owned);
     }
 
-    /// Notes on whose account it runs.
+    /// Notes on whose account it runs. A name that is too long, which is refused, is left out.
     pub(crate) fn set_terms(&self, tenant: Option<&Arc<str>>, class: Class) {
         let mut details = self.lock();
-        details.tenant = tenant.cloned();
+        details.tenant = tenant.filter(|tenant| tenant.len() <= MAX_LABEL_BYTES).cloned();
         details.class = Some(class);
     }
 
@@ -132,7 +133,7 @@ impl Drop for Entry {
         self.log.writer.push(|out| {
             let details = self.details.get_mut().unwrap_or_else(PoisonError::into_inner);
             let mut line = Line::begin(self.log.format, out);
-            line.text("method", &self.method);
+            line.text("method", self.method);
             line.text("route", &self.route);
             line.number("status", details.status.map_or(499, |status| status.as_u16()));
             line.seconds("duration_s", now_ns.saturating_sub(self.arrived_ns));
