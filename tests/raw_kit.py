@@ -76,11 +76,18 @@ class Raw:
 
 def get(path: str, *fields: str) -> str:
     """A request without a body."""
-    return "\r\n".join([f"GET {path} HTTP/1.1", "host: x", *fields, "", ""])
+    return "\r\n".join([f"GET {path} HTTP/1.1", "host: localhost", *fields, "", ""])
 
 
 def post(body: dict[str, Any] | bytes, *fields: str, path: str = COMPLETIONS) -> bytes:
     """A request with a body, which is JSON unless it is bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(data)}", *fields, "", ""]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        f"content-length: {len(data)}",
+        *fields,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + data

@@ -134,6 +134,7 @@ class RunningServer:
     def max_connections(self) -> int:
         """Connections that there may be at a time."""
         return self._server.max_connections
+
     def set_api_keys(self, api_keys: Sequence[ApiKey]) -> None:
         """Puts other keys in force for requests that come from now on; those under way go on.
 

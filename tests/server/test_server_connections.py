@@ -58,8 +58,8 @@ def resident_kib() -> int:
         "POST /v1/completions HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n",
         "POST /v1/completions HTTP/1.1\r\ncontent-length: -3\r\n\r\n",
         "POST /v1/completions HTTP/1.1\r\ntransfer-encoding: gzip\r\n\r\n",
-        "GET /health HTTP/1.1\nhost: x\n\n",
-        "GET /health HTTP/1.1\r\nhost: x\n\r\n",
+        "GET /health HTTP/1.1\nhost: localhost\n\n",
+        "GET /health HTTP/1.1\r\nhost: localhost\n\r\n",
         "GET /health HTTP/1.1\r\nhost: a\0b\r\n\r\n",
         "GET /health HTTP/1.1\r\na: b\r\n c: d\r\n\r\n",
         "GET /health HTTP/3\r\n\r\n",
@@ -266,7 +266,13 @@ def check_slow(num: int, limits: ServerLimits) -> None:
         bodies = [stack.enter_context(Raw(server)) for _ in range(num)]
         for raw in heads:
             raw.send("GET /health HTTP/1.1\r\nx: a")
-        lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: x", "content-length: 100000", "", ""]
+        lines = [
+            f"POST {COMPLETIONS} HTTP/1.1",
+            "host: localhost",
+            "content-length: 100000",
+            "",
+            "",
+        ]
         for raw in bodies:
             raw.send("\r\n".join(lines))
         assert client.complete(prompt="One", max_tokens=9)["choices"] == expected

@@ -17,6 +17,7 @@ from server_kit import Client, wait_until
 
 from cbrs import AsyncLLM
 from cbrs.cli.logs import add_log_options, set_up_logs
+from cbrs.cli.settings import Settings, Value
 from cbrs.serving import RunningServer
 
 PATH = "/v1/completions"
@@ -101,12 +102,12 @@ def test_each_request_has_a_line(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_text_lines_say_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     with logging_server(capfd, log_format="text") as (client, server, _):
-        client.post(PATH, body(tenant='a "b"=c\n'), **{"x-request-id": "mine"})
+        client.post(PATH, body(tenant='a "b"=c\\'), **{"x-request-id": "mine"})
         server.close()
         (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("cbrs: access time=20")
     assert f" method=POST route={PATH} status=200 " in line
-    assert r' client_id=mine tenant="a \"b\"=c\n" class=standard ' in line
+    assert r' client_id=mine tenant="a \"b\"=c\\" class=standard ' in line
     assert line.endswith(" finish_reason=length")
 
 
@@ -114,7 +115,9 @@ def test_a_client_that_goes_away_is_told(capfd: pytest.CaptureFixture[str]) -> N
     with logging_server(capfd, "null:0.01") as (client, server, lines):
         for stream in (True, False):
             payload = json.dumps(body(max_tokens=400, stream=stream)).encode()
-            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+            head = (
+                f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(payload)}\r\n\r\n"
+            )
             with socket.create_connection((server.host, server.port)) as connection:
                 connection.sendall(head.encode() + payload)
                 wait_until(lambda: server.num_active == 1)
@@ -152,10 +155,11 @@ def test_nothing_of_a_prompt_or_an_answer_is_logged(capfd: pytest.CaptureFixture
     assert "quick" not in log, "what the model says"
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> dict[str, Value]:
     parser = argparse.ArgumentParser()
     add_log_options(parser.add_argument_group())
-    return parser.parse_args(arguments)
+    settings = Settings(parser)
+    return settings.resolve(parser.parse_args(arguments), {})[0]
 
 
 @pytest.mark.parametrize(
