@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -69,13 +70,15 @@ class Served:
 
 @contextmanager
 def serving(model: str, cores: Sequence[int], *arguments: str) -> Iterator[Served]:
-    """`cbrs serve MODEL` on `cores`, until the end of the block."""
+    """`cbrs serve MODEL` on `cores`, its log in a file, until the end of the block."""
     command = [sys.executable, "-m", "cbrs", "serve", model, "--port", "0", *arguments]
-    with on_cores(cores):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with tempfile.NamedTemporaryFile() as log, on_cores(cores):
+        process = subprocess.Popen(command, stderr=log)
+        # It has the file open; the name is needed until it has told where it listens.
+        url = _url(process, Path(log.name))
     with process:
         try:
-            yield Served(_url(process), model, process.pid)
+            yield Served(url, model, process.pid)
             process.send_signal(signal.SIGTERM)
             status = process.wait(_END_TIMEOUT_S)
             if status != 0:
@@ -120,14 +123,16 @@ class Inside:
         self._process.communicate(timeout=_END_TIMEOUT_S)
 
 
-def _url(process: subprocess.Popen[str]) -> str:
-    assert process.stderr is not None, "it was asked for"
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"serving \S+ at (http://\S+)", line):
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where a server listens, once its log says so."""
+    while True:
+        has_ended = process.poll() is not None
+        text = log.read_text(encoding="utf-8")
+        if found := re.search(r"serving \S+ at (http://\S+)", text):
             return found[1]
-    raise RuntimeError("the server did not start: " + "".join(lines))
+        if has_ended:
+            raise RuntimeError(f"the server did not start: {text}")
+        time.sleep(0.05)
 
 
 @contextmanager
