@@ -253,8 +253,11 @@ class HttpServer:
     def num_active(self) -> int:
         """Responses under way."""
     @property
-    def max_connections(self) -> int:
-        """Connections that there may be at a time."""
+    def worker_threads(self) -> int:
+        """Threads that serve connections."""
+    @property
+    def limits_json(self) -> str:
+        """The limits in effect, as JSON."""
     def set_api_keys(self, api_keys: list[ApiKey]) -> None:
         """Puts other keys in force for requests that come from now on; those under way go on.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cbrs._core import OutputProcessor, Tokenizer
     from cbrs.engine import Engine
     from cbrs.sampling_params import SamplingParams
-    from cbrs.serving import RunningServer, ServerLimits
+    from cbrs.serving import RunningServer
 
 
 PauseMode = Literal["wait", "cancel"]
@@ -126,14 +126,15 @@ class BaseLLM:
         host: str = "127.0.0.1",
         port: int = 8000,
         served_model_name: str | None = None,
-        limits: ServerLimits | None = None,
+        **options: Any,
     ) -> RunningServer:
         """Serves this model over HTTP, on threads of its own, until the result is closed.
 
         Port 0 is one that is free: `RunningServer.url` tells it. Own requests go on beside it.
+        `options` are further ones of `RunningServer`: `api_keys`, `limits`, `access_log` and so on.
 
         Raises:
-            ValueError: the address is unusable, or not loopback; a limit is unusable.
+            ValueError: the address is unusable, or not loopback without keys; a limit or a key is.
             OSError: the address cannot be had.
         """
         from cbrs.serving import RunningServer
@@ -146,8 +147,8 @@ class BaseLLM:
                 host=host,
                 port=port,
                 served_model_names=names,
-                limits=limits,
                 on_close=on_close,
+                **options,
             )
         except BaseException:
             if on_close is not None:

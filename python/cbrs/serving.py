@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from cbrs._core import HttpServer
 from cbrs.errors import InvalidRequestError
@@ -92,6 +92,7 @@ class RunningServer:
         names = list(served_model_names) or [served_name(engine.config.model)]
         own = {"host": host, "port": port, "served_model_name": names}
         self._settings = own if settings is None else dict(settings)
+        self._names = names
         self._server = HttpServer(
             engine.processor,
             _tokenizer(llm),
@@ -131,9 +132,19 @@ class RunningServer:
         return self._server.num_active
 
     @property
-    def max_connections(self) -> int:
-        """Connections that there may be at a time."""
-        return self._server.max_connections
+    def served_model_names(self) -> list[str]:
+        """What clients may call the model; answers carry the first."""
+        return list(self._names)
+
+    @property
+    def worker_threads(self) -> int:
+        """Threads that serve connections."""
+        return self._server.worker_threads
+
+    @property
+    def limits(self) -> ServerLimits:
+        """The limits in effect, defaults included."""
+        return cast("ServerLimits", json.loads(self._server.limits_json))
 
     def set_api_keys(self, api_keys: Sequence[ApiKey]) -> None:
         """Puts other keys in force for requests that come from now on; those under way go on.
@@ -143,8 +154,10 @@ class RunningServer:
         """
         self._server.set_api_keys(list(api_keys))
 
-    def refresh_settings(self) -> None:
-        """Has `/version` tell the engine's settings as they are now."""
+    def tell_settings(self, settings: Mapping[str, Any] | None = None) -> None:
+        """Has `/version` tell the engine's settings as they are now, and these of the server."""
+        if settings is not None:
+            self._settings = dict(settings)
         self._server.set_settings(_settings_json(self._llm.config(), self._settings))
 
     def drain(self, timeout_s: float, is_cut: Callable[[], bool] = lambda: False) -> bool:
@@ -236,19 +249,20 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     drain_timeout_s: float = 0.0,
-    limits: ServerLimits | None = None,
+    **options: Any,
 ) -> Serving:
     """Serves `llm` over HTTP: `async with cbrs.serve(llm, port=0) as server: server.url`.
 
     Port 0 is one that is free. At the end of the block requests under way may finish for
-    `drain_timeout_s` seconds.
+    `drain_timeout_s` seconds. `options` are further ones of `RunningServer`: `api_keys`, `limits`,
+    `access_log` and so on.
 
     Raises, when the block is entered, what `RunningServer` raises.
     """
 
     def start() -> RunningServer:
         return llm.serve_in_background(
-            host=host, port=port, served_model_name=served_model_name, limits=limits
+            host=host, port=port, served_model_name=served_model_name, **options
         )
 
     return Serving(start, drain_timeout_s)

@@ -110,4 +110,4 @@ class Reloader:
         if policy == {"policy": "static"} and self._llm.config().policy == "static":
             return  # It has no rules.
         self._llm.set_policy(policy.pop("policy"), **policy)
-        self._server.refresh_settings()
+        self._server.tell_settings()

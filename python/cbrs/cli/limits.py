@@ -51,6 +51,11 @@ def given_limits(values: Mapping[str, Value]) -> ServerLimits:
     )
 
 
+def limits_by_option(limits: ServerLimits) -> dict[str, object]:
+    """Returns limits by the names of their options."""
+    return {_setting(name): value for name, value in limits.items()}
+
+
 def _setting(name: str) -> str:
     """The option for a limit."""
     return name.removesuffix("_s")

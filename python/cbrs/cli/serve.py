@@ -9,11 +9,17 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from cbrs.cli.access import POLICY, Access, Reloader, read_access
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, add_offline_option, positive_int
-from cbrs.cli.limits import add_limit_options, given_limits, raise_open_files
+from cbrs.cli.limits import (
+    add_limit_options,
+    given_limits,
+    limits_by_option,
+    raise_open_files,
+)
 from cbrs.cli.logs import add_log_options, set_up_logs
 from cbrs.cli.options import add_engine_options
 from cbrs.cli.settings import DEFAULT, Settings, Value
@@ -123,10 +129,11 @@ def _run(arguments: argparse.Namespace) -> int:
             os.environ["CBRS_OFFLINE"] = "1"
         llm = AsyncLLM(**access.engine_options)
         try:
-            values = _decided(values, llm)
-            _print(values)
             with _start(llm, values, access, access_log) as server:
-                raise_open_files(server.max_connections)
+                values = _decided(values, llm, server)
+                server.tell_settings(_told(values))
+                _print(values)
+                raise_open_files(values["max_connections"].value)
                 logger.info("serving %s at %s", llm.config().model, server.url)
                 _wait(llm, signals, Reloader(llm, server, values, environ))
                 return _end(server, signals, values["drain_timeout"].value)
@@ -134,13 +141,20 @@ def _run(arguments: argparse.Namespace) -> int:
             asyncio.run(llm.aclose())
 
 
-def _decided(values: dict[str, Value], llm: AsyncLLM) -> dict[str, Value]:
-    """The settings with what the engine made of those that nobody gave."""
-    config = llm.config()
+def _decided(values: dict[str, Value], llm: AsyncLLM, server: RunningServer) -> dict[str, Value]:
+    """The settings with what engine and server made of those that nobody gave."""
+    in_effect = {**asdict(llm.config()), **limits_by_option(server.limits)}
+    in_effect["http_threads"] = server.worker_threads
+    in_effect["served_model_name"] = server.served_model_names
     return {
-        name: Value(getattr(config, name, item.value), DEFAULT) if item.source == DEFAULT else item
+        name: Value(in_effect.get(name, item.value), DEFAULT) if item.source == DEFAULT else item
         for name, item in values.items()
     }
+
+
+def _told(values: dict[str, Value]) -> dict[str, dict[str, Any]]:
+    """The settings as `/version` tells them."""
+    return {name: {"value": item.value, "source": item.source} for name, item in values.items()}
 
 
 def _print(values: dict[str, Value]) -> None:
@@ -155,7 +169,6 @@ def _start(
     from cbrs.serving import RunningServer
 
     host, port = values["host"].value, values["port"].value
-    settings = {name: {"value": it.value, "source": it.source} for name, it in values.items()}
     try:
         return RunningServer(
             llm,
@@ -169,7 +182,7 @@ def _start(
             allowed_hosts=values["allowed_host"].value or (),
             limits=given_limits(values),
             access_log=access_log,
-            settings=settings,
+            settings=_told(values),
         )
     except OSError as error:
         raise InputError(f"cannot listen on {host}, port {port}: {error}") from error

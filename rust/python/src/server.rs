@@ -100,10 +100,16 @@ impl HttpServer {
         self.inner.num_active()
     }
 
-    /// Connections that there may be at a time.
+    /// Threads that serve connections.
     #[getter]
-    fn max_connections(&self) -> usize {
-        self.inner.limits().max_connections
+    fn worker_threads(&self) -> usize {
+        self.inner.worker_threads()
+    }
+
+    /// The limits in effect, as JSON.
+    #[getter]
+    fn limits_json(&self) -> String {
+        self.inner.limits().to_json()
     }
 
     /// Puts other keys in force for requests that come from now on; those under way go on. Raises `ValueError` for unusable keys, and then

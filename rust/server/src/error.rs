@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use cbrs_core::Error;
-use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
+use hyper::header::{CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use hyper::{HeaderMap, StatusCode};
 use serde::Serialize;
 
@@ -15,6 +15,9 @@ const DEADLINE_PASSED: &str = "the deadline passed";
 /// The `code` of an error response, or its `type`, for the access log.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ErrorCode(pub(crate) &'static str);
+
+/// Tells OpenAI's clients not to try again.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
 /// Why a request is not answered.
 #[derive(Debug)]
@@ -87,6 +90,13 @@ impl ApiError {
         Self::new(StatusCode::MISDIRECTED_REQUEST, "invalid_request_error", message, Some("host_not_allowed"))
     }
 
+    /// 403 for a page of another site.
+    pub(crate) fn foreign_origin(origin: &str) -> Self {
+        let shown: String = origin.chars().take(100).collect();
+        let message = format!("pages of {shown:?} may not use this server; --allowed-host adds names");
+        Self::new(StatusCode::FORBIDDEN, "permission_error", message, Some("origin_not_allowed"))
+    }
+
     /// 404 for a model that is not served.
     pub(crate) fn unknown_model(name: &str) -> Self {
         let shown: String = name.chars().take(200).collect();
@@ -157,6 +167,8 @@ impl ApiError {
         }
         if let Some(seconds) = self.retry_after_s {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        } else if self.status == StatusCode::TOO_MANY_REQUESTS {
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         headers
     }
@@ -193,9 +205,10 @@ impl From<Error> for ApiError {
                     Error::DeadlineUnattainable { .. } => "deadline_unattainable",
                     _ => "overloaded",
                 };
-                let seconds = error.retry_after_s().unwrap_or(1.0).ceil().clamp(1.0, 86_400.0);
+                // Without a time, coming back is no use, which the header below says.
+                let seconds = error.retry_after_s().map(|seconds| seconds.ceil().clamp(1.0, 86_400.0) as u64);
                 let refusal = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message, Some(code));
-                Self { retry_after_s: Some(seconds as u64), ..refusal }
+                Self { retry_after_s: seconds, ..refusal }
             }
             Error::Closed => Self::unavailable("the engine is shutting down"),
             // Nothing of these is about a request.
@@ -242,6 +255,20 @@ mod tests {
             assert_eq!(error.status, StatusCode::TOO_MANY_REQUESTS);
             assert_eq!(error.headers()[RETRY_AFTER], HeaderValue::from(header));
         }
+    }
+
+    #[test]
+    fn what_cannot_become_possible_is_not_to_be_tried_again() {
+        let late = |retry_after_s| Error::DeadlineUnattainable {
+            token: "first",
+            predicted_ms: 3.0,
+            deadline_ms: 1.0,
+            retry_after_s,
+        };
+        let headers = ApiError::from(late(None)).headers();
+        assert_eq!((headers.get(RETRY_AFTER), headers[SHOULD_RETRY].as_bytes()), (None, &b"false"[..]));
+        let headers = ApiError::from(late(Some(1.5))).headers();
+        assert_eq!((headers[RETRY_AFTER].as_bytes(), headers.get(SHOULD_RETRY)), (&b"2"[..], None));
     }
 
     #[test]

@@ -6,8 +6,8 @@ use std::time::Duration;
 use cbrs_core::request::MAX_CHOICES;
 use cbrs_core::sampling::MAX_LOGPROBS;
 use cbrs_text::stop::MAX_STOP_STRINGS;
-use serde::Deserialize;
 use serde::de::{Deserializer, Error};
+use serde::{Deserialize, Serialize, Serializer};
 
 /// Bounds of the bytes of a body that follow from the context, when none are set.
 const BODY_BYTES: (usize, usize) = (4 << 20, 64 << 20);
@@ -19,7 +19,7 @@ const SECONDS: RangeInclusive<f64> = 0.001..=1e6;
 const MAX_DEPTH: usize = 127;
 
 /// Bounds on connections and on what requests may ask for. As JSON, times are in seconds and their names end in `_s`.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
     /// Connections at a time. More are told so and closed, unless they ask for a probe.
@@ -27,10 +27,10 @@ pub struct Limits {
     /// Connections at a time from one address; none = as many as there may be.
     pub max_connections_per_address: Option<usize>,
     /// Time without a request after which a connection is closed.
-    #[serde(rename = "idle_timeout_s", deserialize_with = "seconds")]
+    #[serde(rename = "idle_timeout_s", with = "seconds")]
     pub idle_timeout: Duration,
     /// Time that the head of a request may take from its first byte.
-    #[serde(rename = "head_timeout_s", deserialize_with = "seconds")]
+    #[serde(rename = "head_timeout_s", with = "seconds")]
     pub head_timeout: Duration,
     /// Bytes of the head of a request.
     pub max_head_bytes: usize,
@@ -39,14 +39,14 @@ pub struct Limits {
     /// Bytes of the first line of a request.
     pub max_request_line_bytes: usize,
     /// Time that a body may take.
-    #[serde(rename = "body_timeout_s", deserialize_with = "seconds")]
+    #[serde(rename = "body_timeout_s", with = "seconds")]
     pub body_timeout: Duration,
     /// Bytes of a body; none = what prompts of the whole context need.
     pub max_body_bytes: Option<usize>,
     /// Arrays and objects of a body within each other.
     pub max_body_depth: usize,
     /// Time for which a reader may take nothing of an answer that is waiting for it.
-    #[serde(rename = "write_timeout_s", deserialize_with = "seconds")]
+    #[serde(rename = "write_timeout_s", with = "seconds")]
     pub write_timeout: Duration,
     /// Prompts of one request, and choices of all of them together.
     pub max_choices: usize,
@@ -94,6 +94,11 @@ impl Limits {
         Ok(limits)
     }
 
+    /// All of them as an object of JSON, which `from_json` reads.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers under fixed names")
+    }
+
     /// Bytes that a body may have if prompts may have `max_model_len` tokens.
     pub(crate) fn body_bytes(&self, max_model_len: usize) -> usize {
         let needed = max_model_len.saturating_mul(BYTES_PER_TOKEN).saturating_mul(self.max_choices);
@@ -123,13 +128,22 @@ impl Limits {
     }
 }
 
-fn seconds<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
-    let value = f64::deserialize(deserializer)?;
-    if !SECONDS.contains(&value) {
-        let message = format!("{value} s is not in {}..={} s", SECONDS.start(), SECONDS.end());
-        return Err(D::Error::custom(message));
+/// Times as numbers of seconds.
+mod seconds {
+    use super::{Deserialize, Deserializer, Duration, Error, SECONDS, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+        time.as_secs_f64().serialize(serializer)
     }
-    Ok(Duration::from_secs_f64(value))
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+        let value = f64::deserialize(deserializer)?;
+        if !SECONDS.contains(&value) {
+            let message = format!("{value} s is not in {}..={} s", SECONDS.start(), SECONDS.end());
+            return Err(D::Error::custom(message));
+        }
+        Ok(Duration::from_secs_f64(value))
+    }
 }
 
 #[cfg(test)]
@@ -143,6 +157,14 @@ mod tests {
         assert_eq!((limits.max_connections, limits.max_stops), (7, 4));
         assert_eq!(limits.head_timeout, Duration::from_millis(500));
         assert_eq!(limits.max_body_bytes, None);
+    }
+
+    #[test]
+    fn what_is_written_can_be_read() {
+        let limits = Limits { idle_timeout: Duration::from_millis(1500), max_stops: 7, ..Limits::default() };
+        let json = limits.to_json();
+        assert!(json.contains("\"idle_timeout_s\":1.5") && json.contains("\"max_stop_strings\":7"), "{json}");
+        assert_eq!(Limits::from_json(&json).expect("it was written").to_json(), json);
     }
 
     #[test]

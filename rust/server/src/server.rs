@@ -62,9 +62,16 @@ impl Server {
         self.address
     }
 
-    /// Its limits.
-    pub fn limits(&self) -> &Limits {
-        &self.app.config.limits
+    /// Threads that serve connections.
+    pub fn worker_threads(&self) -> usize {
+        self.app.config.worker_threads
+    }
+
+    /// The limits in effect, what follows from the model's context included.
+    pub fn limits(&self) -> Limits {
+        let limits = self.app.config.limits.clone();
+        let body_bytes = limits.body_bytes(self.app.engine.submitter.max_model_len());
+        Limits { max_body_bytes: Some(body_bytes), ..limits }
     }
 
     /// Responses under way.

@@ -1,12 +1,14 @@
-//! The `Host` header: by which names the server may be called.
+//! The `Host` and `Origin` headers: by which names the server may be called, and by whose pages.
 //!
 //! A page of a stranger can have its own name resolve to 127.0.0.1 and then is of the server's origin for the browser (DNS rebinding).
 //! What the browser still tells is the page's name, in `Host`. So a server on loopback answers to names of loopback only.
+//!
+//! And a stranger's page may send a plain POST to any address, blindly. The browser tells its name then, in `Origin`.
 
 use std::net::IpAddr;
 
 use axum::extract::Request;
-use hyper::header::HOST;
+use hyper::header::{HOST, ORIGIN};
 
 use super::path::Need;
 use crate::error::ApiError;
@@ -43,8 +45,12 @@ impl AllowedHosts {
         let is_own = |name: &str| names.iter().any(|own| *own == normal(name));
         let in_target = request.uri().host();
         let in_header = request.headers().get_all(HOST).iter().map(|value| value.to_str().unwrap_or_default());
-        match in_target.into_iter().chain(in_header).find(|name| !is_own(name)) {
-            Some(name) => Err(ApiError::misdirected(name)),
+        if let Some(name) = in_target.into_iter().chain(in_header).find(|name| !is_own(name)) {
+            return Err(ApiError::misdirected(name));
+        }
+        let mut origins = request.headers().get_all(ORIGIN).iter().map(|value| value.to_str().unwrap_or_default());
+        match origins.find(|origin| !origin.split_once("://").is_some_and(|(_, host)| is_own(host))) {
+            Some(origin) => Err(ApiError::foreign_origin(origin)),
             None => Ok(()),
         }
     }
@@ -115,6 +121,24 @@ mod tests {
         };
         assert!(request("/x", &[]) && request("http://localhost/x", &["localhost"]));
         assert!(!request("http://evil.example/x", &["localhost"]) && !request("/x", &["localhost", "evil.example"]));
+    }
+
+    #[test]
+    fn pages_of_strangers_are_refused() {
+        let asked_by = |more: &[&str], origin: &'static str| {
+            let request = Request::builder().uri("/x").header(HOST, "localhost:8000").header(ORIGIN, origin);
+            hosts("127.0.0.1", more).check(&request.body(Body::empty()).expect("it is a request"), Need::Key).is_ok()
+        };
+        assert!(
+            asked_by(&[], "http://localhost:3000")
+                && asked_by(&[], "https://127.0.0.1")
+                && asked_by(&[], "http://[::1]:1")
+        );
+        for foreign in ["https://evil.example", "null", "", "file://", "http://localhost.evil.example", "localhost"] {
+            assert!(!asked_by(&[], foreign), "{foreign}");
+            assert!(asked_by(&["*"], foreign), "{foreign}");
+        }
+        assert!(asked_by(&["ui.example"], "https://ui.example"));
     }
 
     #[test]
