@@ -127,6 +127,7 @@ impl Scheduler {
         let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
         let candidate = Candidate {
             survival: growth.lengths.survival(needs.class, needs.num_generated),
+            doubt: self.doubt(needs.class),
             num_left: needs.num_left,
             num_held: num_own,
             block_size: self.config.block_size as u32,
@@ -140,7 +141,7 @@ impl Scheduler {
         let generated = |lane: usize| (self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane]) as u32;
         let lanes = (0..self.lanes.len()).filter(|&lane| self.lanes.row(lane).is_some());
         self.growth.lengths.refresh(lanes.map(|lane| (self.lanes.orders[lane].class(), generated(lane))));
-        self.growth.peak.clear(self.pool.num_used() as f64 / self.num_running() as f64);
+        self.growth.peak.clear(self.pool.num_used() as f32 / self.num_running() as f32);
         self.growth.num_held = 0;
         self.growth.step_id = self.step_id;
         for lane in 0..self.lanes.len() {
@@ -172,8 +173,13 @@ impl Scheduler {
         let num_held = self.rows.num_own_blocks(row);
         let survival = self.growth.lengths.survival(class, num_generated);
         let block_size = self.config.block_size as u32;
-        self.growth.peak.add(Candidate { survival, num_left, num_held, block_size });
+        let doubt = self.doubt(class);
+        self.growth.peak.add(Candidate { survival, doubt, num_left, num_held, block_size });
         self.growth.num_held += u64::from(num_held);
+    }
+
+    fn doubt(&self, class: Class) -> f32 {
+        self.growth.lengths.doubt(class, self.num_running_of[class as usize])
     }
 
     /// Counts a sequence that was just admitted in the estimate of this plan.
