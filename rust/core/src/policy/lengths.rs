@@ -166,12 +166,6 @@ impl LengthHistory {
         self.classes[class as usize].likely()
     }
 
-    /// How much larger than that of known lengths the variance of `num_running` outputs is, because their lengths are only known from so many
-    /// others: what all share in error does not average out among them.
-    pub fn doubt(&self, class: Class, num_running: usize) -> f32 {
-        (1.0 + num_running as f64 / self.classes[class as usize].weight) as f32
-    }
-
     /// Makes the tables that `survival` reads up to date; they change after every few ends. `running` tells the class of each output under
     /// way, and how many tokens are out.
     pub fn refresh(&mut self, running: impl Iterator<Item = (Class, u32)>) {
@@ -220,8 +214,6 @@ mod tests {
         let at = |horizon| HORIZONS.iter().position(|&other| other == horizon).expect("it is looked at");
         let prior = *history.survival(Class::Batch, 0);
         assert!((prior[at(256)] - 0.37).abs() < 0.05, "the prior is geometric: {}", prior[at(256)]);
-        // Eight outputs count as known: what 24 share in error is three times their own variance.
-        assert!((history.doubt(Class::Batch, 24) - 4.0).abs() < 1e-6);
         // Half of the outputs have 64 tokens, half 1,024.
         for _ in 0..2000 {
             history.observe(Class::Standard, 64);

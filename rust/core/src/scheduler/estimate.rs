@@ -127,7 +127,6 @@ impl Scheduler {
         let num_own = (needs.num_new + needs.num_unheld_hits) as u32;
         let candidate = Candidate {
             survival: growth.lengths.survival(needs.class, needs.num_generated),
-            doubt: self.doubt(needs.class),
             num_left: needs.num_left,
             num_held: num_own,
             block_size: self.config.block_size as u32,
@@ -173,13 +172,8 @@ impl Scheduler {
         let num_held = self.rows.num_own_blocks(row);
         let survival = self.growth.lengths.survival(class, num_generated);
         let block_size = self.config.block_size as u32;
-        let doubt = self.doubt(class);
-        self.growth.peak.add(Candidate { survival, doubt, num_left, num_held, block_size });
+        self.growth.peak.add(Candidate { survival, num_left, num_held, block_size });
         self.growth.num_held += u64::from(num_held);
-    }
-
-    fn doubt(&self, class: Class) -> f32 {
-        self.growth.lengths.doubt(class, self.num_running_of[class as usize])
     }
 
     /// Counts a sequence that was just admitted in the estimate of this plan.
