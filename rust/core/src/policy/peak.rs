@@ -11,45 +11,20 @@
 use super::lengths::{HORIZONS, Survival};
 
 /// Standard deviations by which less may be given back than expected.
-const SAFETY: f32 = 3.0;
+const SAFETY: f64 = 3.0;
 /// The room that this needs is bounded by a part of the pool, since idle memory costs more than a rare preemption; but fewer deviations
 /// than `LEAST_SAFETY` are never assumed.
-const MAX_RESERVE: f32 = 1.0 / 32.0;
-const LEAST_SAFETY: f32 = 2.25;
-/// Part of a block that is an error of rounding.
-const ROUNDING: f32 = 0.01;
-
-/// One number for each horizon. Single precision, and no branches over them: the compiler computes four at once.
-type ByHorizon = [f32; HORIZONS.len()];
-const NONE: ByHorizon = [0.0; HORIZONS.len()];
-const TOKENS: ByHorizon = {
-    let mut tokens = NONE;
-    let mut index = 0;
-    while index < tokens.len() {
-        tokens[index] = HORIZONS[index] as f32;
-        index += 1;
-    }
-    tokens
-};
-/// Tokens of the horizon before; -1 = none.
-const TOKENS_BEFORE: ByHorizon = {
-    let mut before = [-1.0; HORIZONS.len()];
-    let mut index = 1;
-    while index < before.len() {
-        before[index] = TOKENS[index - 1];
-        index += 1;
-    }
-    before
-};
+const MAX_RESERVE: f64 = 1.0 / 32.0;
+const LEAST_SAFETY: f64 = 2.25;
 
 /// Blocks at each horizon: held if nobody ends, expected back, and the variance of these.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PeakEstimate {
-    most: ByHorizon,
-    released: ByHorizon,
-    variance: ByHorizon,
+    most: [f64; HORIZONS.len()],
+    released: [f64; HORIZONS.len()],
+    variance: [f64; HORIZONS.len()],
     /// Blocks held now that one sequence counts as giving back at most.
-    max_released: f32,
+    max_released: f64,
 }
 
 /// One sequence.
@@ -69,26 +44,21 @@ impl Candidate<'_> {
     /// Blocks that it holds at a horizon if it still runs; those expected back if not, and the variance of these.
     ///
     /// A limit between two horizons is reached before the later one: there, and nowhere beyond it, the sequence counts as long as it may get.
-    #[inline]
-    fn at(&self, index: usize, max_released: f32) -> (f32, f32, f32) {
-        let num_left = self.num_left as f32;
-        let is_there = if num_left > TOKENS_BEFORE[index] { 1.0 } else { 0.0 };
-        let (runs, held) = (self.survival[index], is_there * self.num_held as f32);
-        let growth = is_there * TOKENS[index].min(num_left) / self.block_size as f32;
+    fn at(&self, index: usize, max_released: f64) -> (f64, f64, f64) {
+        if index > 0 && HORIZONS[index - 1] >= self.num_left {
+            return (0.0, 0.0, 0.0);
+        }
+        let horizon = HORIZONS[index].min(self.num_left);
+        let (runs, held) = (f64::from(self.survival[index]), f64::from(self.num_held));
+        let growth = f64::from(horizon) / f64::from(self.block_size);
         let counted = held.min(max_released) + growth;
         (held + growth, (1.0 - runs) * counted, runs * (1.0 - runs) * counted * counted)
     }
 }
 
-impl Default for PeakEstimate {
-    fn default() -> Self {
-        Self { most: NONE, released: NONE, variance: NONE, max_released: 0.0 }
-    }
-}
-
 impl PeakEstimate {
     /// Forgets all sequences. Those to come hold `mean_held` blocks on average.
-    pub fn clear(&mut self, mean_held: f32) {
+    pub fn clear(&mut self, mean_held: f64) {
         *self = Self { max_released: mean_held, ..Self::default() };
     }
 
@@ -104,7 +74,7 @@ impl PeakEstimate {
 
     /// Blocks for which there must be room, in a pool of `num_blocks`, if `candidate` runs as well.
     pub fn peak_with(&self, candidate: Candidate<'_>, num_blocks: usize) -> u64 {
-        let (mut expected, mut least, mut safe) = (0.0_f32, 0.0_f32, 0.0_f32);
+        let (mut expected, mut least, mut safe) = (0.0_f64, 0.0_f64, 0.0_f64);
         for index in 0..HORIZONS.len() {
             let (most, released, variance) = candidate.at(index, self.max_released);
             let (most, released) = (self.most[index] + most, self.released[index] + released);
@@ -113,8 +83,7 @@ impl PeakEstimate {
             least = least.max(most - (released - LEAST_SAFETY * deviation).max(0.0));
             safe = safe.max(most - (released - SAFETY * deviation).max(0.0));
         }
-        let peak = safe.min(expected + MAX_RESERVE * num_blocks as f32).max(least);
-        (peak - ROUNDING).ceil() as u64
+        safe.min(expected + MAX_RESERVE * num_blocks as f64).max(least).ceil() as u64
     }
 }
 
@@ -137,7 +106,7 @@ mod tests {
         let half = HORIZONS.map(|horizon| if horizon == 0 { 1.0 } else { 0.5 });
         let coin = Candidate { num_left: 16, ..candidate(&half, num_held) };
         let mut estimate = PeakEstimate::default();
-        estimate.clear(num_held as f32);
+        estimate.clear(f64::from(num_held));
         (1..count).for_each(|_| estimate.add(coin));
         estimate.peak_with(coin, num_blocks)
     }
@@ -149,18 +118,18 @@ mod tests {
         estimate.clear(50.0);
         estimate.add(candidate(&soon, 50));
         // Together they grow until the first one ends, and later one alone grows to less.
-        assert_eq!(estimate.peak_with(candidate(&late, 10), POOL), 50 + 10 + 2 * 56 / 16);
+        assert_eq!(estimate.peak_with(candidate(&late, 10), POOL), 50 + 10 + 2 * 48 / 16);
         // The long one alone needs more than both now.
-        assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 50 + 30 + 2 * 56 / 16);
+        assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 50 + 30 + 2 * 48 / 16);
         estimate.clear(30.0);
         estimate.add(candidate(&soon, 5));
-        assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 30 + 896 / 16);
+        assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 30 + 768 / 16);
     }
 
     #[test]
     fn a_limit_between_two_horizons_is_reached_before_it_ends_the_output() {
         let long = survival(1 << 20);
-        // 64 that started together, and may have 500 tokens: between 448 and 512.
+        // 64 that started together, and may have 500 tokens: between 384 and 512.
         let limited = Candidate { num_left: 500, ..candidate(&long, 10) };
         let mut estimate = PeakEstimate::default();
         estimate.clear(10.0);

@@ -140,7 +140,7 @@ impl Scheduler {
         let generated = |lane: usize| (self.lanes.num_tokens[lane] - self.lanes.num_prompt_tokens[lane]) as u32;
         let lanes = (0..self.lanes.len()).filter(|&lane| self.lanes.row(lane).is_some());
         self.growth.lengths.refresh(lanes.map(|lane| (self.lanes.orders[lane].class(), generated(lane))));
-        self.growth.peak.clear(self.pool.num_used() as f32 / self.num_running() as f32);
+        self.growth.peak.clear(self.pool.num_used() as f64 / self.num_running() as f64);
         self.growth.num_held = 0;
         self.growth.step_id = self.step_id;
         for lane in 0..self.lanes.len() {
