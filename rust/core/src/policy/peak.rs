@@ -42,11 +42,13 @@ pub struct Candidate<'a> {
 
 impl Candidate<'_> {
     /// Blocks that it holds at a horizon if it still runs; those expected back if not, and the variance of these.
+    ///
+    /// A limit between two horizons is reached before the later one: there, and nowhere beyond it, the sequence counts as long as it may get.
     fn at(&self, index: usize, max_released: f64) -> (f64, f64, f64) {
-        let horizon = HORIZONS[index];
-        if horizon > self.num_left {
+        if index > 0 && HORIZONS[index - 1] >= self.num_left {
             return (0.0, 0.0, 0.0);
         }
+        let horizon = HORIZONS[index].min(self.num_left);
         let (runs, held) = (f64::from(self.survival[index]), f64::from(self.num_held));
         let growth = f64::from(horizon) / f64::from(self.block_size);
         let counted = held.min(max_released) + growth;
@@ -122,6 +124,17 @@ mod tests {
         estimate.clear(30.0);
         estimate.add(candidate(&soon, 5));
         assert_eq!(estimate.peak_with(candidate(&late, 30), POOL), 30 + 768 / 16);
+    }
+
+    #[test]
+    fn a_limit_between_two_horizons_is_reached_before_it_ends_the_output() {
+        let long = survival(1 << 20);
+        // 64 that started together, and may have 500 tokens: between 384 and 512.
+        let limited = Candidate { num_left: 500, ..candidate(&long, 10) };
+        let mut estimate = PeakEstimate::default();
+        estimate.clear(10.0);
+        (1..64).for_each(|_| estimate.add(limited));
+        assert_eq!(estimate.peak_with(limited, POOL), 64 * 10 + 64 * 500 / 16);
     }
 
     #[test]

@@ -7,14 +7,16 @@ use crate::rig::{Rig, config, request};
 use crate::rng::Rng;
 
 /// Recomputed tokens and preemptions of a load whose outputs vary, in a pool that is too small for all rows.
-fn recomputed(admission: Admission) -> (u64, u64, f64) {
+fn recomputed(admission: Admission, is_length_told: bool) -> (u64, u64, f64) {
     let mut rig = Rig::fair(config(48, 400), |rules| rules.admission = admission);
     let mut rng = Rng::new(5);
     let (mut used, mut num_steps) = (0.0, 0.0);
     for step in 0..3000 {
         while rig.requests.values().filter(|known| known.end.is_none()).count() < 60 {
             let num_outputs = [rng.within(1, 30), rng.within(30, 120), rng.within(120, 500)][rng.below(3)];
-            rig.submit(request(Class::Standard, "", rng.next(), rng.within(20, 120)), num_outputs).expect("it fits");
+            let mut spec = request(Class::Standard, "", rng.next(), rng.within(20, 120));
+            spec.max_tokens = is_length_told.then_some(num_outputs as u64);
+            rig.submit(spec, num_outputs).expect("it fits");
         }
         rig.step();
         rig.requests.retain(|_, known| known.end.is_none());
@@ -29,15 +31,24 @@ fn recomputed(admission: Admission) -> (u64, u64, f64) {
 
 #[test]
 fn the_estimated_peak_avoids_preemptions_and_still_fills_the_pool() {
-    let prompt = recomputed(Admission::Prompt);
-    let estimated = recomputed(Admission::Estimated);
-    let guaranteed = recomputed(Admission::Guaranteed);
+    let prompt = recomputed(Admission::Prompt, false);
+    let estimated = recomputed(Admission::Estimated, false);
+    let guaranteed = recomputed(Admission::Guaranteed, false);
     assert_eq!((guaranteed.0, guaranteed.1), (0, 0), "what is guaranteed is never taken away");
     assert!(estimated.0 * 10 <= prompt.0, "recomputed: {estimated:?} against {prompt:?}");
     // Less than `benches/admission.py` aims at (97 %): in so small a pool a single long output is more than 3 % of it.
     let best = prompt.2.max(guaranteed.2);
     assert!(estimated.2 >= 0.9 * best, "use of the pool: {estimated:?} against {prompt:?}");
     assert!(guaranteed.2 < 0.5 * estimated.2, "{guaranteed:?}");
+}
+
+#[test]
+fn the_estimated_peak_makes_use_of_limits() {
+    // Limits lie anywhere between the horizons at which the future is looked at.
+    let prompt = recomputed(Admission::Prompt, true);
+    let estimated = recomputed(Admission::Estimated, true);
+    assert!(estimated.0 * 2 <= prompt.0, "recomputed: {estimated:?} against {prompt:?}");
+    assert!(estimated.2 >= 0.97 * prompt.2, "use of the pool: {estimated:?} against {prompt:?}");
 }
 
 #[test]

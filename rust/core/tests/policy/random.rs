@@ -20,11 +20,12 @@ fn random_rules(rng: &mut Rng) -> PolicyConfig {
     }
     rules.max_overtakes = rng.below(17) as u8;
     rules.max_preemptions = rng.within(0, 5) as u8;
-    rules.max_prefill_interval = rng.within(1, 10) as u32;
+    // Seldom many: a prompt that has to wait so long gets something before that nearly always.
+    rules.max_prefill_interval = rng.within(1, 6) as u32;
     rules.max_batch_pause_steps = rng.within(2, 32) as u32;
     rules.aging_s = rng.within(0, 20) as f64 / 20.0;
     rules.aged_share = [0.02, 0.05, 0.3, 1.0][rng.below(4)];
-    rules.target_itl_ms = rng.one_in(4).then(|| rng.within(4, 40) as f64);
+    rules.target_itl_ms = rng.one_in(3).then(|| rng.within(4, 40) as f64);
     rules.max_queue_s = rng.one_in(6).then(|| rng.within(1, 20) as f64 / 10.0);
     for tenant in TENANTS {
         let is_weighted = rules.fairness == Fairness::Weighted;
