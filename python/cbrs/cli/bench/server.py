@@ -108,7 +108,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--extra-body",
         type=_json_object,
         metavar="JSON",
-        help='further fields of every request, such as \'{"priority": "high"}\'',
+        help='further fields of every request, such as \'{"priority": "interactive"}\'',
     )
     group.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="its first line is sent as bearer token"
