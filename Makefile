@@ -54,8 +54,8 @@ demo: wheel ## run the same requests under static and continuous batching, and d
 	@$(VENV)/bin/cbrs demo $(DEMO_ARGS)
 
 .PHONY: test
-test: ## set up, then run every check that CI runs (25 minutes at most on 2 cores)
-	@CBRS_STAGED=1 scripts/stages.sh setup+test-loom build model fmt-check lint+wheel wheel-smoke+test-rust test-py
+test: ## set up, then run every check (25 minutes at most on 2 cores; CI adds wheel-smoke and bench-guard)
+	@CBRS_STAGED=1 scripts/stages.sh setup+test-loom build model fmt-check lint test-package+test-rust test-py
 
 .PHONY: soak
 soak: $(NEED_BUILD) model ## run the long versions of the tests (hours)
@@ -114,6 +114,13 @@ test-loom: ## model-check the queue: the small models exhaustively, the larger o
 test-py: $(NEED_BUILD) $(if $(NEED_BUILD),model) ## Python tests (PYTEST_ARGS=...)
 	$(PY) -m pytest $(PYTEST_WORKERS) --ignore tests/test_packaging.py $(PYTEST_ARGS)
 
+.PHONY: test-package
+test-package: $(NEED_BUILD) ## install a wheel of what is built, and the sdist, into fresh environments and use them
+	@rm -rf target/packages
+	$(MATURIN) build --locked --profile $(PROFILE) --out target/packages
+	$(MATURIN) sdist --out target/packages
+	CBRS_DIST=target/packages $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
+
 .PHONY: wheel
 wheel: $(NEED_SETUP) ## build the release wheel into dist/
 	@rm -f dist/cbrs-*.whl
@@ -125,8 +132,8 @@ sdist: $(NEED_SETUP) ## build the source distribution into dist/
 	$(MATURIN) sdist --out dist
 
 .PHONY: wheel-smoke
-wheel-smoke: wheel sdist ## install wheel and sdist into fresh environments and use them
-	CBRS_DIST=dist $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
+wheel-smoke: wheel sdist ## the same as test-package for the release wheel
+	CBRS_DIST=dist CBRS_RELEASE=1 $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
 
 .PHONY: dist
 dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux wheel, and verify both
@@ -135,7 +142,7 @@ dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux w
 	$(PY) -m pip install --quiet --disable-pip-version-check -r $(VENV)/requirements-dist.txt
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(MATURIN) build --locked --release --zig --compatibility $(MANYLINUX) --out dist
 	$(MATURIN) sdist --out dist
-	CBRS_DIST=dist CBRS_MANYLINUX=$(MANYLINUX) $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
+	CBRS_DIST=dist CBRS_RELEASE=1 CBRS_MANYLINUX=$(MANYLINUX) $(PY) -m pytest tests/test_packaging.py $(PYTEST_ARGS)
 	@sha256sum dist/cbrs-*
 
 # No program of its own, and one that needs other engines and minutes.

@@ -1,7 +1,8 @@
 """The wheel and the sdist, installed into fresh environments and used outside the checkout.
 
-Run by `make wheel-smoke` and `make dist`, which build both first and name their folder in
-`CBRS_DIST`. `make dist` also names the platform it built for in `CBRS_MANYLINUX`.
+Run by `make test-package`, `make wheel-smoke` and `make dist`, which build both first and name
+their folder in `CBRS_DIST`. The latter two build the release wheel, which `CBRS_RELEASE` says, and
+`make dist` also names the platform it built for in `CBRS_MANYLINUX`.
 """
 
 import json
@@ -25,8 +26,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DIST = os.environ.get("CBRS_DIST")
 MANYLINUX = os.environ.get("CBRS_MANYLINUX")
+IS_RELEASE = "CBRS_RELEASE" in os.environ
 pytestmark = [
-    pytest.mark.skipif(DIST is None, reason="needs a built wheel and sdist: make wheel-smoke"),
+    pytest.mark.skipif(DIST is None, reason="needs a built wheel and sdist: make test-package"),
     pytest.mark.timeout(600),
 ]
 MAX_WHEEL_BYTES = 10_000_000
@@ -123,7 +125,8 @@ def full(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def test_wheel_is_one_small_abi3_file(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name
     assert "linux" in wheel.name
-    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+    # Others have their symbols.
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES or not IS_RELEASE
 
 
 @pytest.mark.skipif(MANYLINUX is None, reason="needs the release wheel: make dist")
