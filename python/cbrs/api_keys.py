@@ -30,6 +30,8 @@ MIN_SECRET_LENGTH = 16
 
 _MAX_SECRET_LENGTH = 1024
 _MAX_NAME_LENGTH = 128
+# As the core has it: the name of a key is its tenant's, unless it says otherwise.
+_MAX_NAME_BYTES = 256
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _KEY_SETTINGS = ("name", "key", "sha256", "tenant", "max_priority", "priority", "admin")
 _CLASSES = ("interactive", "standard", "batch")
@@ -42,6 +44,7 @@ class KeyFile:
     keys: list[ApiKey]
     tenants: dict[str, dict[str, Any]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    digests: frozenset[bytes] = field(default=frozenset(), repr=False)
 
 
 def read_api_keys(path: str | os.PathLike[str]) -> KeyFile:
@@ -63,6 +66,8 @@ def read_api_keys(path: str | os.PathLike[str]) -> KeyFile:
             table = tomllib.load(file)
     except OSError as error:
         raise ValueError(f"the API keys cannot be read from {shown}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{shown} is no TOML file: it is nested too deeply") from None
     except ValueError as error:
         # The parser tells the place; whatever it quotes must not be shown.
         place = re.search(r"\(at [^()]*\)\Z", str(error))
@@ -76,7 +81,8 @@ def read_api_keys(path: str | os.PathLike[str]) -> KeyFile:
         reader.add(number, entry)
     if any("key" in entry for entry in entries) and mode & (stat.S_IRGRP | stat.S_IROTH):
         reader.warnings.append(f"{shown} has secrets, and others than its owner may read it")
-    return KeyFile(list(reader.keys.values()), reader.tenants, reader.warnings)
+    digests = frozenset(reader.keys)
+    return KeyFile(list(reader.keys.values()), reader.tenants, reader.warnings, digests)
 
 
 def environment_key(environ: Mapping[str, str]) -> KeyFile | None:
@@ -89,8 +95,10 @@ def environment_key(environ: Mapping[str, str]) -> KeyFile | None:
     if not secret:
         return None
     _check_secret(secret, ENVIRONMENT_KEY)
-    key = ApiKey(ENVIRONMENT_KEY, _digest(secret), is_admin=True)
-    return KeyFile([key], warnings=_weakness(secret, ENVIRONMENT_KEY))
+    digest = _digest(secret)
+    key = ApiKey(ENVIRONMENT_KEY, digest, is_admin=True)
+    warnings = _weakness(secret, ENVIRONMENT_KEY)
+    return KeyFile([key], warnings=warnings, digests=frozenset({digest}))
 
 
 class _Reader:
@@ -193,8 +201,9 @@ def _text(entry: dict[str, Any], setting: str, place: str) -> str:
         not isinstance(value, str)
         or not value.isprintable()
         or not 1 <= len(value) <= _MAX_NAME_LENGTH
+        or len(value.encode()) > _MAX_NAME_BYTES
     ):
-        limit = f"1 to {_MAX_NAME_LENGTH} printable characters"
+        limit = f"1 to {_MAX_NAME_LENGTH} printable characters of {_MAX_NAME_BYTES} bytes at most"
         raise ValueError(f"{place}: {setting} must be {limit}")
     return value
 

@@ -160,6 +160,10 @@ class RunningServer:
             self._settings = dict(settings)
         self._server.set_settings(_settings_json(self._llm.config(), self._settings))
 
+    def begin_drain(self) -> None:
+        """Refuses new requests from now on; `/ready` says so. What is under way goes on."""
+        self._server.drain()
+
     def drain(self, timeout_s: float, is_cut: Callable[[], bool] = lambda: False) -> bool:
         """Refuses new requests and waits for those under way; returns whether all have finished.
 

@@ -255,6 +255,7 @@ def entry(**settings: Any) -> str:
         (entry(name="a", key=7), "1 to 1024 visible"),
         (entry(name="a", sha256="0" * 63), "64 hexadecimal"),
         (entry(name="a", key=SECRET, tenant=""), "tenant must be 1 to 128"),
+        (entry(name="€" * 86, key=SECRET), "256 bytes at most"),
         (entry(name="a", key=SECRET, max_priority="high"), "max_priority must be one of"),
         (
             entry(name="a", key=SECRET, max_priority="batch", priority="standard"),

@@ -12,6 +12,7 @@ from server_kit import Client, error_of, parse_events, wait_until
 from server_process import ServerProcess, server_process
 
 PATH = "/v1/completions"
+RING = "sk-environment-0123456789"
 OLD, NEW = "sk-old-0123456789abcdef", "sk-new-0123456789abcdef"
 SLOW = ("null:0.01", "--port", "0", "--served-model-name", "null")
 
@@ -43,7 +44,7 @@ def test_sighup_reloads_keys_tenants_and_policy(tmp_path: Path) -> None:
     keys = write(tmp_path / "keys.toml", key(OLD))
     policy = write(tmp_path / "policy.toml", "[classes.batch]\nmax_tokens = 200\n")
     options = ("--api-keys", str(keys), "--policy", str(policy))
-    with server_process(*SLOW, *options) as server:
+    with server_process(*SLOW, *options, CBRS_API_KEY=RING) as server:
         old, new = client(server, OLD), client(server, NEW)
         assert new.get("/version").status_code == 401
         with old.http.stream("POST", PATH, json=stream_body(150, priority="batch")) as stream:
@@ -70,6 +71,8 @@ def test_sighup_reloads_keys_tenants_and_policy(tmp_path: Path) -> None:
             (key(OLD), "[classes.batch]\nmax_tokns = 1", "did you mean max_tokens"),
             (key(OLD, weight=-1), "", "weight"),
             (key(OLD) * 2, "", "there twice"),
+            (key(OLD, weight=9) + key(RING).replace("'a'", "'b'"), "", "in the environment"),
+            ("a = " + "[" * 5000, "", "too deeply"),
             ("", "", "[[keys]]"),
         ]:
             write(keys, keys_text)
@@ -80,6 +83,8 @@ def test_sighup_reloads_keys_tenants_and_policy(tmp_path: Path) -> None:
             assert old.get("/version").status_code == 401
         told = new.get("/version").json()["engine"]["policy_settings"]
         assert (told["order"], told["classes"]["batch"]["max_tokens"]) == ("edf", 20)
+        admin = client(server, RING).get("/version").json()["engine"]
+        assert admin["tenants"]["a"]["requests_per_min"] == 3, "of the last good file"
         keys.unlink()
         server.reload("nothing was reloaded")
 

@@ -162,6 +162,14 @@ def test_nothing_is_told_of_what_was_not_let_in(client: Client) -> None:
         assert error["code"] == "request_not_found"
 
 
+def test_of_a_name_that_many_have_the_last_are_told(client: Client) -> None:
+    headers = {"x-request-id": "popular"}
+    bodies = [body(prompt=[1], max_tokens=1 + number) for number in range(20)]
+    ids = [client.post(PATH, one, **headers).json()["id"] for one in bodies]
+    assert [request["id"] for request in look_up(client, "popular")] == ids[-16:]
+    assert [request["id"] for request in look_up(client, ids[0])] == [ids[0]]
+
+
 def test_the_last_thousand_are_remembered() -> None:
     with serving() as (_, server):
         client = Client(server.url)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cbrs.api_keys import KeyFile, environment_key, read_api_keys
 from cbrs.config import POLICY_FIELDS, EngineConfig
-from cbrs.errors import CbrsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,10 +44,14 @@ def read_access(values: Mapping[str, Value], environ: Mapping[str, str]) -> Acce
         ValueError: names the file and what is wrong in it.
     """
     path = values["api_keys"].value
+    if path == "":
+        raise ValueError("api_keys names no file; leave it out for a server without keys")
     files = [file for file in (environment_key(environ), path and read_api_keys(path)) if file]
     names = [key.name for file in files for key in file.keys]
     if len(set(names)) < len(names):
         raise ValueError(f"{path}: a key has the name of the one in the environment; rename it")
+    if len(frozenset().union(*(file.digests for file in files))) < len(names):
+        raise ValueError(f"{path}: a key has the secret of the one in the environment")
     tenants = {name: limits for file in files for name, limits in file.tenants.items()}
     warnings = [warning for file in files for warning in file.warnings]
     known = {item.name for item in fields(EngineConfig)}
@@ -91,7 +94,7 @@ class Reloader:
             self._set_policy(access)
             if access.keys is not None:
                 self._server.set_api_keys(access.keys.keys)
-        except (CbrsError, OSError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever is in the files, the server goes on
             logger.error("SIGHUP: nothing was reloaded, all stays as it was: %s", error)
             return False
         for warning in access.keys.warnings if access.keys else ():

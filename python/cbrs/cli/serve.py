@@ -115,10 +115,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from cbrs.async_llm import AsyncLLM
-
     environ = dict(os.environ)
     with _signals() as signals:
+        from cbrs.async_llm import AsyncLLM
+
         values, warnings = arguments.settings.resolve(arguments, environ)
         access_log = set_up_logs(values)
         access = read_access(values, environ)
@@ -130,13 +130,13 @@ def _run(arguments: argparse.Namespace) -> int:
         llm = AsyncLLM(**access.engine_options)
         try:
             with _start(llm, values, access, access_log) as server:
-                values = _decided(values, llm, server)
-                server.tell_settings(_told(values))
-                _print(values)
-                raise_open_files(values["max_connections"].value)
+                decided = _decided(values, llm, server)
+                server.tell_settings(_told(decided))
+                _print(decided)
+                raise_open_files(decided["max_connections"].value)
                 logger.info("serving %s at %s", llm.config().model, server.url)
                 _wait(llm, signals, Reloader(llm, server, values, environ))
-                return _end(server, signals, values["drain_timeout"].value)
+                return _end(llm, server, signals, values["drain_timeout"].value)
         finally:
             asyncio.run(llm.aclose())
 
@@ -199,9 +199,13 @@ def _wait(llm: AsyncLLM, signals: _Signals, reloader: Reloader) -> None:
         llm.stats()
 
 
-def _end(server: RunningServer, signals: _Signals, drain_timeout_s: float) -> int:
+def _end(llm: AsyncLLM, server: RunningServer, signals: _Signals, drain_timeout_s: float) -> int:
+    """Lets requests finish; raises if the engine died meanwhile."""
+    # Before the log, whose reader may stand still.
+    server.begin_drain()
     logger.info("ending: %d requests under way", server.num_active)
     if server.drain(drain_timeout_s, is_cut=lambda: signals.count > 1):
+        llm.stats()
         return 0
     logger.warning("requests were cut")
     return EXIT_FAILURE

@@ -18,6 +18,8 @@ use crate::error::ApiError;
 use crate::stream::Submitted;
 pub(crate) use record::Record;
 
+/// Requests of one name that are told at a time.
+const MAX_FOUND: usize = 16;
 /// Requests that are remembered, live or not.
 const MAX_RECORDS: usize = 1_000;
 
@@ -93,12 +95,16 @@ impl EventLog {
         }
     }
 
-    /// Calls `look` with the remembered requests of this name, oldest first.
-    pub(crate) fn look_up(&self, name: &str, mut look: impl FnMut(&Record)) {
+    /// The last requests of this name that `is_visible` lets through, oldest first. Who serves waits meanwhile, so there are not many, and
+    /// they are written elsewhere.
+    pub(crate) fn look_up(&self, name: &str, is_visible: impl Fn(&Submitted) -> bool) -> Vec<Record> {
         let mut state = self.lock();
         state.read_trace();
-        let is_named = |record: &&Record| record.submitted().names().any(|known| known == name);
-        state.records.iter().filter(is_named).for_each(&mut look);
+        let is_wanted =
+            |record: &&Record| record.submitted().names().any(|known| known == name) && is_visible(record.submitted());
+        let mut found: Vec<_> = state.records.iter().rev().filter(is_wanted).take(MAX_FOUND).cloned().collect();
+        found.reverse();
+        found
     }
 }
 

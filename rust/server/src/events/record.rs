@@ -12,7 +12,7 @@ use crate::stream::Submitted;
 const MAX_EVENTS: usize = 1_024;
 
 /// An HTTP request and the requests of the core that it became.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Record {
     submitted: Arc<Submitted>,
     /// On the engine's clock, and in seconds since 1970.
@@ -25,7 +25,7 @@ pub(crate) struct Record {
 }
 
 /// One request of the core.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Prompt {
     request: RequestId,
     pub(super) num_tokens: usize,

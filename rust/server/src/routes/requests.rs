@@ -8,6 +8,7 @@ use axum::response::Response;
 use super::json;
 use crate::access;
 use crate::app::App;
+use crate::engine::apart;
 use crate::error::ApiError;
 use crate::reply::write;
 
@@ -18,21 +19,18 @@ pub(crate) async fn request_events(
     request: Request,
 ) -> Result<Response, ApiError> {
     let caller = access::caller(&request);
-    let mut out = b"{\"requests\":[".to_vec();
-    let mut num_found = 0;
-    app.events.look_up(&id, |record| {
-        // Another's is as good as none.
-        if record.submitted().is_visible_to(caller.as_deref()) {
-            out.extend_from_slice(if num_found > 0 { b"," } else { b"" });
-            record.write_json(&mut out);
-            num_found += 1;
-        }
-    });
-    if num_found == 0 {
+    // Another's is as good as none.
+    let found = app.events.look_up(&id, |submitted| submitted.is_visible_to(caller.as_deref()));
+    if found.is_empty() {
         return Err(not_found("no request that is remembered is called", &id));
     }
-    out.extend_from_slice(b"]}");
-    Ok(json(out))
+    let written = apart(move || {
+        let mut out = b"{\"requests\":".to_vec();
+        write::list(&mut out, &found, |out, record| record.write_json(out));
+        out.push(b'}');
+        Ok(out)
+    });
+    written.await.map(json)
 }
 
 fn not_found(what: &str, id: &str) -> ApiError {
