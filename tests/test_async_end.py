@@ -204,6 +204,7 @@ SYNC_USES = {
     "encode": lambda llm: llm.encode("a"),
     "decode": lambda llm: llm.decode([1]),
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+    "set_policy": lambda llm: llm.set_policy("fair"),
     "engine": lambda llm: llm.engine,
     "tokenizer": lambda llm: llm.tokenizer,
 }

@@ -372,7 +372,7 @@ def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
     assert config.kv_cache_bytes == 20 * 8 * 2 * 2 * 2 * 16 * 4
     assert config.max_prefill_chunk_tokens == config.max_num_batched_tokens
     undecided = {name for name, value in dataclasses.asdict(config).items() if value is None}
-    assert undecided == {"target_itl_ms", "max_queue_s", "max_queued_tokens"}, "no bound, no target"
+    assert undecided == {"target_itl_ms", "max_queue_s", "max_queued_tokens", "tokenizer"}
 
 
 def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm, tiny):
@@ -463,6 +463,7 @@ USES = {
     "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
     "pause": lambda llm: llm.pause(),
     "resume": lambda llm: llm.resume(),
+    "set_policy": lambda llm: llm.set_policy("fair"),
     "engine": lambda llm: llm.engine,
     "tokenizer": lambda llm: llm.tokenizer,
     "serve_in_background": lambda llm: llm.serve_in_background(port=0),

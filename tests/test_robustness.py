@@ -275,7 +275,7 @@ def test_the_wall_clock_may_jump(make_llm, make_async_llm, monkeypatch):
 
 
 def test_nothing_but_dates_that_are_shown_reads_the_wall_clock():
-    """The date of chat templates and the `created` of answers.
+    """The date of chat templates, the `created` of answers, the times of logs and of events.
 
     The kernel's clock cannot be set in a test: that nobody else looks at it can be seen.
     """
@@ -287,7 +287,8 @@ def test_nothing_but_dates_that_are_shown_reads_the_wall_clock():
         pytest.skip("the sources are not here")
     assert any("Instant" in path.read_text(encoding="utf-8") for path in sources)
     readers = {path.name for path in sources if wall_clock.search(path.read_text(encoding="utf-8"))}
-    assert readers == {"template.rs", "strftime.rs", "app.rs"}
+    logs = {"logs.py", "line.rs", "record.rs"}
+    assert readers == {"template.rs", "strftime.rs", "app.rs", *logs}
 
 
 def break_core(scheduler):
