@@ -1,41 +1,21 @@
 """`cbrs serve` as a process."""
 
-import re
 import shlex
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx2
 import pytest
+from http_kit import server_process
 from server_kit import Client, parse_events, wait_until
 
 from cbrs.cli import main
 
 
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """A server process, once it listens."""
-    command = [sys.executable, "-m", "cbrs", "serve", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            lines = []
-            for line in server.stderr:
-                lines.append(line)
-                if found := re.search(r"serving \S+ at (http://\S+)", line):
-                    break
-            else:
-                raise AssertionError("".join(lines))
-            yield server, Client(found[1])
-        finally:
-            server.kill()
-
-
 def test_sigterm_lets_streams_finish() -> None:
-    with process("null:0.01", "--port", "0", "--served-model-name", "mine") as (server, client):
+    with server_process("null:0.01", "--port", "0", "--served-model-name", "mine") as (
+        server,
+        client,
+    ):
         body = {"model": "mine", "prompt": "One", "max_tokens": 60, "stream": True}
         with client.http.stream("POST", "/v1/completions", json=body) as response:
             other = Client(str(client.http.base_url))
@@ -47,7 +27,7 @@ def test_sigterm_lets_streams_finish() -> None:
 
 
 def test_a_second_signal_cuts_streams() -> None:
-    with process("null:0.01", "--port", "0") as (server, client):
+    with server_process("null:0.01", "--port", "0") as (server, client):
         body = {"model": "null:0.01", "prompt": "One", "max_tokens": 4000, "stream": True}
         with client.http.stream("POST", "/v1/completions", json=body) as response:
             other = Client(str(client.http.base_url))
@@ -67,7 +47,7 @@ def test_the_example_of_the_help_works(capsys: pytest.CaptureFixture[str]) -> No
     example = capsys.readouterr().out.rstrip().splitlines()[-1]
     arguments = shlex.split(example.replace("--port 8000", "--port 0"))
     assert arguments[:2] == ["cbrs", "serve"]
-    with process(*arguments[2:]) as (server, client):
+    with server_process(*arguments[2:]) as (server, client):
         assert client.complete(prompt="One", max_tokens=2)["usage"]["completion_tokens"] == 2
         server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0
@@ -80,6 +60,7 @@ def test_the_example_of_the_help_works(capsys: pytest.CaptureFixture[str]) -> No
         (["--drain-timeout", "-1"], "seconds"),
         (["--host", "0.0.0.0", "--port", "0"], "loopback"),
         (["--host", "example.org", "--port", "0"], "IP address"),
+        (["--api-keys", "", "--port", "0"], "names no file"),
     ],
 )
 def test_unusable_options_end_with_2(

@@ -42,7 +42,9 @@ def stream_body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 
 def test_sighup_reloads_keys_tenants_and_policy(tmp_path: Path) -> None:
     keys = write(tmp_path / "keys.toml", key(OLD))
-    policy = write(tmp_path / "policy.toml", "[classes.batch]\nmax_tokens = 200\n")
+    policy = write(
+        tmp_path / "policy.toml", "target_itl_ms = 500\n[classes.batch]\nmax_tokens = 200\n"
+    )
     options = ("--api-keys", str(keys), "--policy", str(policy))
     with server_process(*SLOW, *options, CBRS_API_KEY=RING) as server:
         old, new = client(server, OLD), client(server, NEW)
@@ -50,11 +52,12 @@ def test_sighup_reloads_keys_tenants_and_policy(tmp_path: Path) -> None:
         with old.http.stream("POST", PATH, json=stream_body(150, priority="batch")) as stream:
             wait_until(lambda: client(server, OLD).get("/stats").json()["num_running"] == 1)
             write(keys, key(NEW, requests_per_min=3))
-            write(policy, "[classes.batch]\nmax_tokens = 20\n")
+            write(policy, "target_itl_ms = 400\n[classes.batch]\nmax_tokens = 20\n")
             server.reload(f"reloaded {keys} and {policy}")
             assert client(server, OLD).get("/version").status_code == 401
             told = new.get("/version").json()["engine"]
             assert told["policy_settings"]["classes"]["batch"]["max_tokens"] == 20
+            assert told["target_itl_ms"] == 400, "what the start made of the first file is no flag"
             # What was running goes on under the terms that it came with.
             assert len(parse_events(stream.read().decode())) == 150
         refused = new.post(PATH, stream_body(150, priority="batch"))

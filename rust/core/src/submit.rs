@@ -348,7 +348,7 @@ impl Submitter {
 
     /// The class that a request gets: its own, else its tenant's, else the default.
     pub fn class_of(&self, spec: &RequestSpec) -> Class {
-        Terms::new(&self.shared.gate.rules().policy, spec).class
+        spec.priority.unwrap_or_else(|| self.default_class(spec.tenant.as_deref()))
     }
 
     /// Requests refused because of load, rates or deadlines, by class and reason: all there are, in a fixed order.

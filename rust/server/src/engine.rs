@@ -68,5 +68,5 @@ pub(crate) async fn apart<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|_| Err(ApiError::failed("the prompt could not be prepared")))
+    done.unwrap_or_else(|_| Err(ApiError::failed("what was asked for could not be prepared")))
 }
