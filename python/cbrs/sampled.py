@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,7 @@ LOGPROB_FLOOR = -9999.0
 """The least log-probability that is reported: minus infinity is no JSON number."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """Tokens of the `R` samples of a batch, and the log-probabilities that were asked for.
 
     `token_ids` is int32 `[R]`; `row_error` uint8 `[R]`, nonzero where no token could be drawn, or

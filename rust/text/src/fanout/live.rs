@@ -11,6 +11,7 @@ use super::channel::{Channel, Outbox, TokenIds, Update};
 use super::choice::{Change, LiveChoice};
 use super::event::{Event, LogprobRow};
 use super::finished::{FinishedChoice, FinishedRequest};
+use super::mailbox::Hurry;
 use super::timings::{Recorder, Timings, is_complete};
 use crate::stream::TextStream;
 
@@ -38,6 +39,8 @@ pub(super) struct Draft {
     pub(super) index: u64,
     pub(super) channel: Option<Arc<Channel>>,
     pub(super) is_whole: bool,
+    /// Present if somebody wants each token as it comes.
+    pub(super) hurry: Option<Hurry>,
     pub(super) arrival_ns: u64,
 }
 
@@ -52,6 +55,7 @@ impl Draft {
             index,
             channel: None,
             is_whole: false,
+            hurry: None,
             arrival_ns,
         }
     }
@@ -77,6 +81,8 @@ pub(super) struct LiveRequest {
     has_told: bool,
     has_logprobs: bool,
     num_prompt_tokens: usize,
+    /// Kept for as long as the request lives.
+    _hurry: Option<Hurry>,
     /// Whether no choice has ended otherwise than by itself.
     is_complete: bool,
     /// Without outputs if they are streamed.
@@ -97,6 +103,7 @@ impl LiveRequest {
             has_told: false,
             has_logprobs: draft.num_logprobs.is_some(),
             num_prompt_tokens: draft.prompt_token_ids.len(),
+            _hurry: draft.hurry,
             is_complete: true,
             result: FinishedRequest {
                 request_id: id.as_u64(),

@@ -70,6 +70,13 @@ pub struct Recipient<'a> {
     pub is_whole: bool,
 }
 
+impl Recipient<'_> {
+    /// Whether each token is sent as it comes.
+    fn is_streamed(&self) -> bool {
+        self.channel.is_some() && !self.is_whole
+    }
+}
+
 /// Submits requests and turns the engine's step outputs into their results.
 ///
 /// ```
@@ -142,6 +149,9 @@ impl OutputProcessor {
         let mut draft = Draft::new(&spec, recipient.index, now_ns);
         draft.stream = self.stream(text, spec.sampling.min_tokens);
         draft.is_whole = recipient.is_whole;
+        // A stop string ends the request: each token that comes after it is in vain.
+        let is_hurried = recipient.is_streamed() || !text.stops.is_empty();
+        draft.hurry = is_hurried.then(|| self.shared.mailbox.hurry());
         let mut live = self.shared.lock_live();
         if live.is_closed {
             return Err(Error::Closed);
