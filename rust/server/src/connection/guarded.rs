@@ -20,7 +20,7 @@ use crate::error::ApiError;
 /// How long a client that is refused may go on sending: a socket closed on unread bytes loses the answer too.
 const LINGER: Duration = Duration::from_secs(2);
 /// How often it is looked whether a client is gone of whom nothing is read for now.
-const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A time-out that costs nothing until it begins.
 #[derive(Debug)]
