@@ -108,3 +108,53 @@ impl Drop for AnswerBody {
         self.exchange.end(self.entry.take());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hyper::StatusCode;
+
+    use super::*;
+    use crate::lifecycle::Lifecycle;
+
+    fn answer(exchange: &Arc<Exchange>, lifecycle: &Arc<Lifecycle>) -> AnswerBody {
+        let entry = Entry::begin(None, "GET", "/");
+        entry.respond(StatusCode::OK, None, lifecycle);
+        AnswerBody::new(Body::from("text"), entry, Arc::clone(exchange))
+    }
+
+    #[test]
+    fn an_answer_is_under_way_until_the_flush_after_its_end() {
+        let (exchange, lifecycle) = (Arc::<Exchange>::default(), Arc::<Lifecycle>::default());
+        let body = answer(&exchange, &lifecycle);
+        assert!(!exchange.flushed() && lifecycle.num_active() == 1, "a part of it is written");
+        drop(body);
+        assert_eq!(lifecycle.num_active(), 1);
+        assert!(exchange.flushed() && lifecycle.num_active() == 0);
+        assert!(!exchange.flushed(), "once");
+    }
+
+    #[test]
+    fn nothing_is_under_way_on_a_connection_that_has_ended() {
+        for ends_before in [false, true] {
+            let (exchange, lifecycle) = (Arc::<Exchange>::default(), Arc::<Lifecycle>::default());
+            let body = answer(&exchange, &lifecycle);
+            if ends_before {
+                drop(body);
+                exchange.close();
+            } else {
+                exchange.close();
+                drop(body);
+            }
+            assert_eq!(lifecycle.num_active(), 0);
+            assert!(!exchange.flushed());
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_taken_once() {
+        let exchange = Exchange::default();
+        assert!(exchange.take_refusal().is_none());
+        exchange.refuse(ApiError::bad_request("no"));
+        assert!(exchange.take_refusal().is_some() && exchange.take_refusal().is_none());
+    }
+}
