@@ -99,11 +99,11 @@ impl PeakEstimate {
     pub fn peak_with(&self, candidate: Candidate<'_>, num_blocks: usize) -> u64 {
         let (mut expected, mut least, mut safe) = (0.0_f64, 0.0_f64, 0.0_f64);
         let size = (f64::from(candidate.num_held) / self.max_released.max(1.0)).max(1.0).ln();
-        for index in 0..HORIZONS.len() {
+        for (index, lateness) in LATENESS.into_iter().enumerate() {
             let (most, released, variance) = candidate.at(index, self.max_released);
             let (most, released) = (self.most[index] + most, self.released[index] + released);
             let variance = self.variance[index] + variance;
-            let worth = 2.0 * (2.0 * size + LATENESS[index]);
+            let worth = 2.0 * (2.0 * size + lateness);
             let reserve = |safety: f64| ((safety * safety - worth).max(0.0) * variance).sqrt();
             expected = expected.max(most - released);
             least = least.max(most - (released - reserve(LEAST_SAFETY)).max(0.0));
