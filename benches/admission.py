@@ -122,6 +122,19 @@ def measure_trace(seed: int, profile: Profile, lengths: Lengths, num_requests: i
     return result
 
 
+def recomputed_to_prompt(runs: list[Figures]) -> float:
+    """Tokens that ours computes again in all runs, to those of the prompt-only rule.
+
+    Of the sums: a run of ServeGen has a handful of preemptions, so that the ratio of a single run
+    (`recomputed_to_prompt`, printed for each seed) is hardly more than one of them.
+    """
+    ours, prompt = (
+        sum(run["rules"][rule]["num_recomputed_tokens"] for run in runs)
+        for rule in ("estimated", "prompt")
+    )
+    return ours / max(prompt, 1)
+
+
 def checks(results: Figures) -> list[output.Check]:
     entries = []
     for profile, by_trace in results.items():
@@ -136,7 +149,7 @@ def checks(results: Figures) -> list[output.Check]:
                 ),
                 output.at_most(
                     f"{profile}, {trace}: tokens computed again to prompt only",
-                    output.worst(runs, "recomputed_to_prompt"),
+                    recomputed_to_prompt(runs),
                     "ratio",
                     0.1,
                 ),
