@@ -30,8 +30,8 @@ mod tojson;
 pub mod tokenizer;
 
 pub use fanout::{
-    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, Timings, TokenIds,
-    Update,
+    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Prepared, Recipient, StopReason, Timings,
+    TokenIds, Update,
 };
 pub use stop::StopStrings;
 pub use stream::TextStream;

@@ -18,6 +18,9 @@ use crate::engine::Clock;
 use line::Line;
 use writer::Writer;
 
+/// The `error` of a line whose client did not wait for the end.
+pub(crate) const CLIENT_CLOSED: &str = "client_closed";
+
 /// How lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
@@ -121,6 +124,11 @@ impl Entry {
         details.code = code;
     }
 
+    /// Notes an error after the head of the response, unless there was one.
+    pub(crate) fn fail(&self, code: &'static str) {
+        self.lock().code.get_or_insert(code);
+    }
+
     /// Notes what came of it.
     pub(crate) fn finish(&self, tally: Tally) {
         self.lock().tally = Some(tally);
@@ -132,6 +140,9 @@ impl Drop for Entry {
         let now_ns = (self.log.clock)();
         self.log.writer.push(|out| {
             let details = self.details.get_mut().unwrap_or_else(PoisonError::into_inner);
+            if details.status.is_none() {
+                details.code.get_or_insert(CLIENT_CLOSED);
+            }
             let mut line = Line::begin(self.log.format, out);
             line.text("method", self.method);
             line.text("route", &self.route);

@@ -53,6 +53,7 @@ impl<A: Answer> EventStream<A> {
             let error = update.end.as_ref().and_then(|end| ticket.end_error(end));
             let is_over = ticket.note(&update);
             if let Some(error) = error {
+                ticket.note_error(&error);
                 write_error(&error, out);
                 return true;
             }
