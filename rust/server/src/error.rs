@@ -291,7 +291,10 @@ mod tests {
         let error = json(&error);
         assert_eq!(error["error"]["param"], "prompt");
         let message = error["error"]["message"].as_str().expect("a text");
-        assert!(message.contains("9 prompts") && message.contains("no more than 8") && message.contains(name), "{message}");
+        assert!(
+            message.contains("9 prompts") && message.contains("no more than 8") && message.contains(name),
+            "{message}"
+        );
     }
 
     #[test]

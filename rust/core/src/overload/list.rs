@@ -132,7 +132,8 @@ impl AdmissionControl {
     /// `TenantOverRate`, `TooManyTenants`; `ListTooLong` if they never would.
     pub(crate) fn check_rates(&self, tenant: Option<&Arc<str>>, class: Class, num: u64, now_ns: u64) -> Result<()> {
         self.with_rated(tenant, class, num, now_ns, |limits, cell| {
-            let checked = self.tenants.get().map_or(Ok(()), |tenants| tenants.check(cell, rate_limits(limits), num, now_ns));
+            let checked =
+                self.tenants.get().map_or(Ok(()), |tenants| tenants.check(cell, rate_limits(limits), num, now_ns));
             checked.map_err(|over| over_rate(tenant, limits, over))
         })
     }
@@ -144,7 +145,8 @@ impl AdmissionControl {
     pub(crate) fn charge_request(&self, tenant: Option<&Arc<str>>, class: Class, now_ns: u64) -> Result<()> {
         self.with_rated(tenant, class, 1, now_ns, |limits, cell| {
             let [per_request, _] = rate_limits(limits);
-            let charged = self.tenants.get().map_or(Ok(()), |tenants| tenants.charge_request(cell, per_request, now_ns));
+            let charged =
+                self.tenants.get().map_or(Ok(()), |tenants| tenants.charge_request(cell, per_request, now_ns));
             charged.map_err(|over| over_rate(tenant, limits, over))
         })
     }

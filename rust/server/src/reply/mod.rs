@@ -31,7 +31,8 @@ pub(crate) struct Outline {
     pub(crate) n: usize,
     /// Most likely tokens to tell with each token; absent = nothing about them.
     pub(crate) logprobs: Option<u32>,
-    pub(crate) has_prompt_logprobs: bool,
+    /// The same with each token of the prompt, beside the answer.
+    pub(crate) prompt_logprobs: Option<u32>,
     pub(crate) has_token_ids: bool,
     /// Chunks say `"usage": null`.
     pub(crate) has_usage: bool,

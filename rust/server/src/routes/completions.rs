@@ -158,7 +158,7 @@ fn outline(app: &App, id: &str, common: &Common, num_prompts: usize, logprobs: O
         num_prompts,
         n: common.n.unwrap_or(1) as usize,
         logprobs,
-        has_prompt_logprobs: common.prompt_logprobs.is_some(),
+        prompt_logprobs: common.prompt_logprobs,
         has_token_ids: common.return_token_ids,
         has_usage: common.has_usage(),
         texts: TokenTexts::new(app.engine.tokenizer.clone()),

@@ -12,8 +12,8 @@ use axum::body::Body;
 use axum::extract::{FromRequestParts, Path, Request};
 use axum::response::{IntoResponse, Response};
 use hyper::StatusCode;
-use hyper::http::request::Parts;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::http::request::Parts;
 use serde::de::DeserializeOwned;
 
 use crate::app::App;

@@ -61,17 +61,7 @@ impl Draft {
     pub(super) fn with(&self, prompt_token_ids: Vec<i32>, index: u64) -> Self {
         let Self { n, num_logprobs, has_prompt_logprobs, is_whole, arrival_ns, .. } = *self;
         let (stream, channel) = (self.stream.clone(), self.channel.clone());
-        Self {
-            prompt_token_ids,
-            n,
-            num_logprobs,
-            has_prompt_logprobs,
-            stream,
-            index,
-            channel,
-            is_whole,
-            arrival_ns,
-        }
+        Self { prompt_token_ids, n, num_logprobs, has_prompt_logprobs, stream, index, channel, is_whole, arrival_ns }
     }
 }
 
