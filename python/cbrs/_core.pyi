@@ -23,6 +23,7 @@ __all__ = [
     "HttpServer",
     "IncrementalDetokenizer",
     "InvalidRequestError",
+    "LogWriter",
     "Logprobs",
     "ModelLoadError",
     "NewRowTables",
@@ -221,7 +222,8 @@ class HttpServer:
     everything. On loopback the `Host` header has to be a name of it or one of `allowed_hosts`.
     `settings` is what `/version` tells: JSON of the engine's settings, of what keys without all
     rights see of them, and of the server's. `limits_json` has the limits that are not the default.
-    `access_log` writes a line for each request to the standard error output.
+    `access_log` writes a line for each request to the standard error output, by `log_writer` if
+    there is one.
     Raises `ValueError` for an unusable limit or address, one that is not loopback without keys or
     `allow_public`, and unusable keys, and `OSError` if the address cannot be had.
     """
@@ -242,6 +244,7 @@ class HttpServer:
         settings: tuple[str, str, str] | None = None,
         limits_json: str | None = None,
         access_log: Literal["text", "json"] | None = None,
+        log_writer: LogWriter | None = None,
     ) -> HttpServer: ...
     @property
     def host(self) -> str:
@@ -251,7 +254,7 @@ class HttpServer:
         """The port it listens on."""
     @property
     def num_active(self) -> int:
-        """Responses under way."""
+        """Requests and responses under way, until the last byte is with the system."""
     @property
     def worker_threads(self) -> int:
         """Threads that serve connections."""
@@ -268,7 +271,7 @@ class HttpServer:
     def drain(self) -> None:
         """Refuses new requests from now on; `/ready` says so. What is under way goes on."""
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no response is under way, at most `timeout_s` seconds; whether so."""
+        """Waits until nothing is under way, at most `timeout_s` seconds; returns whether so."""
     def cancel_all(self) -> None:
         """Ends every request that is under way; streams end with an error event."""
     def close(self) -> None:
@@ -577,6 +580,24 @@ class NewRowTables:
         """int32: tokens of all bad words."""
     def __len__(self) -> int:
         """Return len(self)."""
+
+@final
+class LogWriter:
+    """Writes lines to the process's standard error output on a thread of its own.
+
+    Nobody who logs waits for a reader of the log: while 1 MiB is pending, further texts are dropped
+    and counted. The output is the one of the moment at which this is made. Raises `OSError` if the
+    system has no file or thread to give.
+    """
+
+    def __new__(cls) -> LogWriter: ...
+    def write(self, text: str) -> None:
+        """Appends a text, which should end a line; never waits."""
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until what was appended is written, at most `timeout_s` seconds; whether so."""
+    @property
+    def num_dropped(self) -> int:
+        """Texts that were dropped because nobody read them fast enough."""
 
 @final
 class Logprobs:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Mapping, Sequence
 
-    from cbrs._core import ApiKey, Tokenizer
+    from cbrs._core import ApiKey, LogWriter, Tokenizer
     from cbrs.base import BaseLLM
     from cbrs.config import EffectiveConfig
 
@@ -70,6 +70,7 @@ class RunningServer:
         allowed_hosts: Sequence[str] = (),
         limits: ServerLimits | None = None,
         access_log: Literal["text", "json"] | None = None,
+        log_writer: LogWriter | None = None,
         settings: Mapping[str, Any] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
@@ -78,8 +79,8 @@ class RunningServer:
         With `api_keys` a request needs one of them, besides for `/health` and `/ready`, and with
         `open_metrics` for `/metrics` and `/stats`. `allowed_hosts` adds to the names by which a
         server on loopback may be called. With `access_log` a line for each request goes to the
-        process's standard error output. `settings` is what `/version` tells of the server: no
-        secrets.
+        process's standard error output, by `log_writer` if there is one. `settings` is what
+        `/version` tells of the server: no secrets.
 
         Raises:
             ValueError: keys that are unusable, an address that is, or one that is public without
@@ -107,6 +108,7 @@ class RunningServer:
             settings=_settings_json(engine.config, self._settings),
             limits_json=json.dumps(limits or {}),
             access_log=access_log,
+            log_writer=log_writer,
         )
         self._end = weakref.finalize(self, _end, self._server, on_close)
 
@@ -128,7 +130,7 @@ class RunningServer:
 
     @property
     def num_active(self) -> int:
-        """Responses under way."""
+        """Requests and responses under way, until their last byte is with the system."""
         return self._server.num_active
 
     @property
@@ -167,8 +169,9 @@ class RunningServer:
     def drain(self, timeout_s: float, is_cut: Callable[[], bool] = lambda: False) -> bool:
         """Refuses new requests and waits for those under way; returns whether all have finished.
 
-        It waits `timeout_s` seconds at most, and no longer once `is_cut()`. What is left then ends
-        with an error.
+        A request has finished when the last byte of its answer is with the system, or its client
+        has gone. It waits `timeout_s` seconds at most, and no longer once `is_cut()`. What is left
+        then ends with an error.
         """
         self._server.drain()
         deadline = time.monotonic() + timeout_s

@@ -184,6 +184,7 @@ def test_settings_are_printed_and_told_with_their_source(tmp_path: Path) -> None
         assert "  block_size = 8 (CBRS_BLOCK_SIZE)\n" in server.output
         # What nobody gave is told as it was decided.
         assert re.search(r"  num_threads = \d+ \(default\)\n", server.output)
+        assert "  log_level = info (default)\n" in server.output
         assert "CBRS_MAX_NUM_SEQ is no setting" in server.output
         assert Client(server.url).get("/v1/models").json()["data"][0]["id"] == "mine"
 

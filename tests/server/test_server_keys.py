@@ -330,6 +330,19 @@ def test_another_name_is_refused(loopback: RunningServer, lines: list[str]) -> N
     assert raw(loopback, *lines).startswith("HTTP/1.1 421 ")
 
 
+def test_open_figures_are_told_under_any_name_on_the_network_only(llm: AsyncLLM) -> None:
+    options: dict[str, Any] = {"api_keys": keys(), "allowed_hosts": ["api.example"]}
+    asked = [f"GET {path} HTTP/1.1" for path in ("/metrics", "/stats", "/health", "/v1/models")]
+    for address, is_open, statuses in (
+        ("0.0.0.0", True, ["200", "200", "200", "421"]),
+        ("0.0.0.0", False, ["421", "421", "200", "421"]),
+        ("127.0.0.1", True, ["421"] * 4),
+    ):
+        with serving(llm, host=address, open_metrics=is_open, **options) as server:
+            found = [raw(server, line, "host: 10.0.0.7:8000").split()[1] for line in asked]
+        assert found == statuses, (address, is_open)
+
+
 @pytest.mark.parametrize(
     ("origin_name", "statuses"),
     [

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from raw_kit import Raw, get, post
 from server_kit import Client, wait_until
 
 from cbrs import AsyncLLM
@@ -28,13 +30,18 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 @contextmanager
 def logging_server(
-    capfd: pytest.CaptureFixture[str], model: str = "null", log_format: Any = "json", **options: Any
+    capfd: pytest.CaptureFixture[str],
+    model: str = "null",
+    log_format: Any = "json",
+    limits: Any = None,
+    **options: Any,
 ) -> Iterator[tuple[Client, RunningServer, Lines]]:
     """A server, and what it has logged since the last look, once it has written `number` lines."""
     import asyncio
 
-    llm = AsyncLLM(model, max_model_len=512, **options)
-    server = RunningServer(llm, served_model_names=["null"], access_log=log_format)
+    llm = AsyncLLM(model, **{"max_model_len": 512, **options})
+    names = ["null"]
+    server = RunningServer(llm, served_model_names=names, access_log=log_format, limits=limits)
     seen: list[str] = []
 
     def lines() -> list[dict[str, Any]]:
@@ -124,11 +131,79 @@ def test_a_client_that_goes_away_is_told(capfd: pytest.CaptureFixture[str]) -> N
             wait_until(lambda: server.num_active == 0)
         wait_until(lambda: len(lines()) == 2)
         stream_line, whole_line = lines()
-        assert stream_line["status"] == 200
-        assert whole_line["status"] == 499
+        assert stream_line["status"] == whole_line["status"] == 499
         assert stream_line["finish_reason"] == whole_line["finish_reason"] == "cancelled"
         metrics = client.get("/metrics").text
         assert re.search(r'http_responses_total\{[^}]*status="499"\} 1\n', metrics)
+
+
+def test_a_line_comes_when_the_answer_is_written(capfd: pytest.CaptureFixture[str]) -> None:
+    """The answer has some megabytes, more than the system ever buffers."""
+    large = post(body(prompt=[list(range(3000))] * 8, echo=True, logprobs=5))
+    limits = {"write_timeout_s": 0.8}
+    with logging_server(capfd, max_model_len=8192, limits=limits) as (_, server, lines):
+        with Raw(server, receive_buffer=4096) as raw:
+            raw.send(large)
+            time.sleep(0.4)
+            assert lines() == []
+            assert raw.answer().status == 200
+            wait_until(lambda: len(lines()) == 1)
+        with Raw(server, receive_buffer=4096) as raw:
+            raw.send(large)
+            # Produced, and so far only written in part.
+            assert raw.socket.recv(1)
+        wait_until(lambda: len(lines()) == 2)
+        with Raw(server, receive_buffer=4096) as raw:
+            raw.send(large)
+            wait_until(lambda: len(lines()) == 3)
+        read, gone, stalled = lines()
+    assert (read["status"], gone["status"], stalled["status"]) == (200, 499, 499)
+    assert {line["output_tokens"] for line in (read, gone, stalled)} == {24}
+    assert min(read["duration_s"], stalled["duration_s"]) > 0.3
+
+
+def test_refusals_of_the_connection_are_counted_and_logged(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    limits = {"head_timeout_s": 0.2, "max_connections": 3}
+    with (
+        logging_server(capfd, limits=limits) as (client, server, lines),
+        Raw(server) as first,
+        Raw(server) as second,
+    ):
+        assert client.get("/ready").status_code == 200
+        for raw, sent, status in (
+            (first, get("/health", "transfer-encoding: x"), 400),
+            (second, get("/hea")[:9], 408),
+        ):
+            assert raw.send(sent).answer().status == status
+            assert raw.is_closed()
+            raw.socket.close()
+        for sent, status in (
+            (get("/" + "a" * (8 << 10)), 414),
+            (get("/health", *["a: b"] * 100), 431),
+        ):
+            with Raw(server) as raw:
+                assert raw.send(sent).answer().status == status
+        with Raw(server) as first, Raw(server) as second, Raw(server) as third:
+            for raw in (first, second):
+                assert raw.send(get("/ready")).answer().status == 200
+            assert third.send(post(body())).answer().status == 503
+        wait_until(lambda: len(lines()) == 8)
+        refused = [line for line in lines() if line["route"] != "/ready"]
+        metrics = client.get("/metrics").text
+    told = [(line["status"], line["method"], line["error"]) for line in refused]
+    kind = "invalid_request_error"
+    assert told == [
+        (400, "-", kind),
+        (408, "-", kind),
+        (414, "-", kind),
+        (431, "-", kind),
+        (503, "POST", "too_many_connections"),
+    ]
+    assert {(line["route"], line["id"]) for line in refused} == {("-", "-")}
+    for status in (400, 408, 414, 431, 503):
+        assert re.search(rf'http_responses_total\{{[^}}]*status="{status}"\}} 1\n', metrics)
 
 
 def test_nothing_of_a_prompt_or_an_answer_is_logged(capfd: pytest.CaptureFixture[str]) -> None:

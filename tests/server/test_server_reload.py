@@ -58,6 +58,8 @@ def test_sighup_reloads_keys_tenants_and_policy(tmp_path: Path) -> None:
             told = new.get("/version").json()["engine"]
             assert told["policy_settings"]["classes"]["batch"]["max_tokens"] == 20
             assert told["target_itl_ms"] == 400, "what the start made of the first file is no flag"
+            settings = new.get("/version").json()["server"]
+            assert settings["target_itl_ms"] == {"value": 400, "source": "default"}
             # What was running goes on under the terms that it came with.
             assert len(parse_events(stream.read().decode())) == 150
         refused = new.post(PATH, stream_body(150, priority="batch"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from cbrs.api_keys import KeyFile, environment_key, read_api_keys
+from cbrs.cli.effective import effective, told
 from cbrs.config import POLICY_FIELDS, EngineConfig
 
 if TYPE_CHECKING:
@@ -113,4 +114,4 @@ class Reloader:
         if policy == {"policy": "static"} and self._llm.config().policy == "static":
             return  # It has no rules.
         self._llm.set_policy(policy.pop("policy"), **policy)
-        self._server.tell_settings()
+        self._server.tell_settings(told(effective(self._values, self._llm, self._server)))

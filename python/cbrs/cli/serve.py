@@ -9,26 +9,22 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cbrs.cli.access import POLICY, Access, Reloader, read_access
 from cbrs.cli.common import EXIT_FAILURE, InputError, add_command, add_offline_option, positive_int
-from cbrs.cli.limits import (
-    add_limit_options,
-    given_limits,
-    limits_by_option,
-    raise_open_files,
-)
-from cbrs.cli.logs import add_log_options, set_up_logs
+from cbrs.cli.effective import effective, told
+from cbrs.cli.limits import add_limit_options, given_limits, raise_open_files
+from cbrs.cli.logs import add_log_options, set_up_logs, writing_apart
 from cbrs.cli.options import add_engine_options
-from cbrs.cli.settings import DEFAULT, Settings, Value
+from cbrs.cli.settings import Settings, Value
 from cbrs.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Iterator
 
+    from cbrs._core import LogWriter
     from cbrs.async_llm import AsyncLLM
     from cbrs.cli.common import Commands
     from cbrs.cli.logs import LogFormat
@@ -39,7 +35,8 @@ logger = logging.getLogger("cbrs")
 _EXAMPLE = "cbrs serve null --port 8000"
 _DETAILS = """\
 SIGTERM and Ctrl-C end it: new requests are refused, those under way may finish for the time of
---drain-timeout; a second signal cuts them. SIGHUP reads the files of --api-keys and --policy again.
+--drain-timeout, down to the last byte of their answers; a second signal cuts them. While the model
+is loaded they end it at once. SIGHUP reads the files of --api-keys and --policy again.
 Exit codes: 0 all requests had finished, 1 some were cut or the engine died, 2 bad input.
 
 Each option is a variable of the environment, too (CBRS_MAX_NUM_SEQS for --max-num-seqs), and a key
@@ -116,22 +113,17 @@ def add_parser(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     environ = dict(os.environ)
-    with _signals() as signals:
-        from cbrs.async_llm import AsyncLLM
-
-        values, warnings = arguments.settings.resolve(arguments, environ)
-        access_log = set_up_logs(values)
-        access = read_access(values, environ)
-        for warning in (*warnings, *(access.keys.warnings if access.keys else ())):
-            logger.warning("%s", warning)
-        if values["offline"].value:
-            # As the flag does; the command sees to it that it is as before afterwards.
-            os.environ["CBRS_OFFLINE"] = "1"
-        llm = AsyncLLM(**access.engine_options)
+    with _signals() as signals, writing_apart() as log_writer:
         try:
-            with _start(llm, values, access, access_log) as server:
-                decided = _decided(values, llm, server)
-                server.tell_settings(_told(decided))
+            with signals.raising():
+                llm, values, access, access_log = _load(arguments, environ)
+        except _EndedEarly as ended:
+            logger.warning("%s while loading: nothing was served", ended)
+            return 0
+        try:
+            with _start(llm, values, access, access_log, log_writer) as server:
+                decided = effective(values, llm, server)
+                server.tell_settings(told(decided))
                 _print(decided)
                 raise_open_files(decided["max_connections"].value)
                 logger.info("serving %s at %s", llm.config().model, server.url)
@@ -141,20 +133,21 @@ def _run(arguments: argparse.Namespace) -> int:
             asyncio.run(llm.aclose())
 
 
-def _decided(values: dict[str, Value], llm: AsyncLLM, server: RunningServer) -> dict[str, Value]:
-    """The settings with what engine and server made of those that nobody gave."""
-    in_effect = {**asdict(llm.config()), **limits_by_option(server.limits)}
-    in_effect["http_threads"] = server.worker_threads
-    in_effect["served_model_name"] = server.served_model_names
-    return {
-        name: Value(in_effect.get(name, item.value), DEFAULT) if item.source == DEFAULT else item
-        for name, item in values.items()
-    }
+def _load(
+    arguments: argparse.Namespace, environ: dict[str, str]
+) -> tuple[AsyncLLM, dict[str, Value], Access, LogFormat | None]:
+    """Reads the settings and loads the model."""
+    from cbrs.async_llm import AsyncLLM
 
-
-def _told(values: dict[str, Value]) -> dict[str, dict[str, Any]]:
-    """The settings as `/version` tells them."""
-    return {name: {"value": item.value, "source": item.source} for name, item in values.items()}
+    values, warnings = arguments.settings.resolve(arguments, environ)
+    access_log = set_up_logs(values)
+    access = read_access(values, environ)
+    for warning in (*warnings, *(access.keys.warnings if access.keys else ())):
+        logger.warning("%s", warning)
+    if values["offline"].value:
+        # As the flag does; the command sees to it that it is as before afterwards.
+        os.environ["CBRS_OFFLINE"] = "1"
+    return AsyncLLM(**access.engine_options), values, access, access_log
 
 
 def _print(values: dict[str, Value]) -> None:
@@ -164,7 +157,11 @@ def _print(values: dict[str, Value]) -> None:
 
 
 def _start(
-    llm: AsyncLLM, values: dict[str, Value], access: Access, access_log: LogFormat | None
+    llm: AsyncLLM,
+    values: dict[str, Value],
+    access: Access,
+    access_log: LogFormat | None,
+    log_writer: LogWriter,
 ) -> RunningServer:
     from cbrs.serving import RunningServer
 
@@ -182,7 +179,8 @@ def _start(
             allowed_hosts=values["allowed_host"].value or (),
             limits=given_limits(values),
             access_log=access_log,
-            settings=_told(values),
+            log_writer=log_writer,
+            settings=told(values),
         )
     except OSError as error:
         raise InputError(f"cannot listen on {host}, port {port}: {error}") from error
@@ -201,7 +199,6 @@ def _wait(llm: AsyncLLM, signals: _Signals, reloader: Reloader) -> None:
 
 def _end(llm: AsyncLLM, server: RunningServer, signals: _Signals, drain_timeout_s: float) -> int:
     """Lets requests finish; raises if the engine died meanwhile."""
-    # Before the log, whose reader may stand still.
     server.begin_drain()
     logger.info("ending: %d requests under way", server.num_active)
     if server.drain(drain_timeout_s, is_cut=lambda: signals.count > 1):
@@ -211,6 +208,10 @@ def _end(llm: AsyncLLM, server: RunningServer, signals: _Signals, drain_timeout_
     return EXIT_FAILURE
 
 
+class _EndedEarly(BaseException):
+    """A signal asked for the end before anything was served."""
+
+
 class _Signals:
     """Counts the signals that ask for the end, and notes one that asks to reload."""
 
@@ -218,10 +219,27 @@ class _Signals:
         self.count = 0
         self.is_reload_wanted = False
         self.arrived = threading.Event()
+        self._is_raising = False
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Has a signal that asks for the end, and one that has, raise `_EndedEarly` in the block.
+
+        If whatever runs there swallows it, the signal still counts after the block.
+        """
+        self._is_raising = True
+        try:
+            if self.count:
+                raise _EndedEarly("a signal")
+            yield
+        finally:
+            self._is_raising = False
 
     def on_end(self, number: int, frame: types.FrameType | None) -> None:
         self.count += 1
         self.arrived.set()
+        if self._is_raising:
+            raise _EndedEarly(signal.Signals(number).name)
 
     def on_reload(self, number: int, frame: types.FrameType | None) -> None:
         self.is_reload_wanted = True
@@ -230,7 +248,7 @@ class _Signals:
 
 @contextmanager
 def _signals() -> Iterator[_Signals]:
-    """Notes SIGTERM, SIGINT and SIGHUP, which do nothing else; afterwards all is as it was."""
+    """Notes SIGTERM, SIGINT and SIGHUP, wherever the command is; afterwards all is as it was."""
     signals = _Signals()
     handlers = {
         signal.SIGTERM: signals.on_end,

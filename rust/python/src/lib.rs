@@ -9,6 +9,7 @@ mod cpu_sampling;
 mod errors;
 mod load;
 mod loading;
+mod log_writer;
 mod logprobs;
 mod memory;
 mod parameters;
@@ -50,6 +51,8 @@ mod _core {
     use crate::load::run_load;
     #[pymodule_export]
     use crate::loading::{GgufFile, SafetensorsCheckpoint};
+    #[pymodule_export]
+    use crate::log_writer::LogWriter;
     #[pymodule_export]
     use crate::logprobs::Logprobs;
     #[pymodule_export]

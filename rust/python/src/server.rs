@@ -10,6 +10,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::api_key::ApiKey;
+use crate::log_writer::LogWriter;
 use crate::text::{OutputProcessor, Tokenizer};
 
 /// An OpenAI-compatible HTTP server in front of a scheduler, on threads of its own that never run Python.
@@ -18,9 +19,9 @@ use crate::text::{OutputProcessor, Tokenizer};
 /// answers. With `api_keys` all but `/health` and `/ready` needs one of them, with `open_metrics` not `/metrics` and `/stats` either; None lets
 /// everybody do everything. On loopback the `Host` header has to be a name of it or one of `allowed_hosts`. `settings` is what `/version`
 /// tells: JSON of the engine's settings, of what keys without all rights see of them, and of the server's. `limits_json` has the limits that
-/// are not the default. `access_log` ("text" or "json") writes a line for each request to the standard error output. Raises `ValueError` for
-/// an unusable limit or address, one that is not loopback without keys or `allow_public`, and unusable keys, and `OSError` if the address
-/// cannot be had.
+/// are not the default. `access_log` ("text" or "json") writes a line for each request to the standard error output, by `log_writer` if there
+/// is one. Raises `ValueError` for an unusable limit or address, one that is not loopback without keys or `allow_public`, and unusable keys,
+/// and `OSError` if the address cannot be had.
 #[pyclass(frozen, module = "cbrs")]
 #[derive(Debug)]
 pub(crate) struct HttpServer {
@@ -31,7 +32,8 @@ pub(crate) struct HttpServer {
 impl HttpServer {
     #[new]
     #[pyo3(signature = (processor, tokenizer=None, *, host="127.0.0.1", port=0, served_model_names, worker_threads=None,
-        allow_public=false, api_keys=None, open_metrics=false, allowed_hosts=None, settings=None, limits_json=None, access_log=None))]
+        allow_public=false, api_keys=None, open_metrics=false, allowed_hosts=None, settings=None, limits_json=None, access_log=None,
+        log_writer=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments of Python
     fn new(
         py: Python<'_>,
@@ -48,6 +50,7 @@ impl HttpServer {
         settings: Option<(String, String, String)>,
         limits_json: Option<&str>,
         access_log: Option<&str>,
+        log_writer: Option<&Bound<'_, LogWriter>>,
     ) -> PyResult<Self> {
         let access_log = access_log.map(log_format).transpose()?;
         let host: IpAddr = if host == "localhost" { "127.0.0.1" } else { host }
@@ -68,6 +71,7 @@ impl HttpServer {
             allowed_hosts: allowed_hosts.unwrap_or_default(),
             settings: settings.map(read_settings).unwrap_or_default(),
             access_log,
+            log_writer: log_writer.map(|writer| Arc::clone(&writer.get().inner)),
             worker_threads: worker_threads.unwrap_or(default.worker_threads),
             limits: limits.unwrap_or_default(),
             ..default
@@ -94,7 +98,7 @@ impl HttpServer {
         self.inner.address().port()
     }
 
-    /// Responses under way.
+    /// Requests and responses under way, until the last byte is with the system.
     #[getter]
     fn num_active(&self) -> usize {
         self.inner.num_active()
@@ -129,10 +133,9 @@ impl HttpServer {
         self.inner.drain();
     }
 
-    /// Waits until no response is under way, at most `timeout_s` seconds; returns whether that is so.
+    /// Waits until nothing is under way, at most `timeout_s` seconds; returns whether that is so.
     fn wait_idle(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
-        let timeout = Duration::try_from_secs_f64(timeout_s)
-            .map_err(|_| PyValueError::new_err(format!("timeout_s is {timeout_s}, but must be a number of seconds")))?;
+        let timeout = seconds("timeout_s", timeout_s)?;
         Ok(py.detach(|| self.inner.wait_idle(timeout)))
     }
 
@@ -145,6 +148,12 @@ impl HttpServer {
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
+}
+
+/// A time that Python gave under this name.
+pub(crate) fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|_| PyValueError::new_err(format!("{name} is {value}, but must be a number of seconds")))
 }
 
 fn keyring(keys: Vec<Py<ApiKey>>) -> PyResult<Keyring> {

@@ -17,6 +17,7 @@ use crate::error::ApiError;
 use crate::events::EventLog;
 use crate::health::Health;
 use crate::lifecycle::Lifecycle;
+use crate::log_writer::LogWriter;
 use crate::metrics::Metrics;
 use crate::names::{IdSource, Names};
 use crate::observe::observe;
@@ -32,7 +33,7 @@ pub(crate) struct App {
     /// What `/version` tells; another one after a reload.
     pub(crate) settings: ArcSwap<Settings>,
     pub(crate) router: Router,
-    pub(crate) lifecycle: Lifecycle,
+    pub(crate) lifecycle: Arc<Lifecycle>,
     pub(crate) health: Health,
     pub(crate) names: Names,
     pub(crate) ids: IdSource,
@@ -40,6 +41,8 @@ pub(crate) struct App {
     pub(crate) events: EventLog,
     /// Absent if no line is wanted.
     pub(crate) access_log: Option<Arc<AccessLog>>,
+    /// Who writes the log; absent if nobody does.
+    pub(crate) log_writer: Option<Arc<LogWriter>>,
     /// Seconds since 1970 at which the server started.
     pub(crate) started: u64,
 }
@@ -47,17 +50,23 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(engine: EngineHandle, config: ServerConfig) -> io::Result<Self> {
         let health = Health::new(engine.submitter.clone(), config.step_timeout);
-        let access_log = config.access_log.map(|format| AccessLog::to_stderr(format, Arc::clone(&engine.clock)));
+        let log_writer = match &config.log_writer {
+            None if config.access_log.is_some() => Some(Arc::new(LogWriter::to_stderr()?)),
+            given => given.clone(),
+        };
+        let access_log = config.access_log.zip(log_writer.clone());
+        let access_log = access_log.map(|(format, writer)| AccessLog::new(format, Arc::clone(&engine.clock), writer));
         Ok(Self {
             metrics: Arc::default(),
             events: EventLog::new(engine.submitter.trace()),
-            access_log: access_log.transpose()?.map(Arc::new),
+            access_log: access_log.map(Arc::new),
+            log_writer,
             engine,
             access: Access::new(&config),
             settings: ArcSwap::from_pointee(config.settings.clone()),
             config,
             router: Router::new(),
-            lifecycle: Lifecycle::default(),
+            lifecycle: Arc::default(),
             health,
             names: Names::default(),
             ids: IdSource::new(),

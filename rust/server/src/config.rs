@@ -1,11 +1,13 @@
 //! Where the server listens and what it calls the model.
 
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::access::Keyring;
 use crate::access_log::LogFormat;
 pub use crate::limits::Limits;
+use crate::log_writer::LogWriter;
 
 /// Settings of one server.
 #[derive(Debug, Clone)]
@@ -32,6 +34,8 @@ pub struct ServerConfig {
     pub step_timeout: Duration,
     /// How the line for each request looks that goes to the standard error output; absent = none is written.
     pub access_log: Option<LogFormat>,
+    /// Who writes that line; absent = a writer of the server's own.
+    pub log_writer: Option<Arc<LogWriter>>,
     /// Bounds on connections and requests.
     pub limits: Limits,
 }
@@ -70,6 +74,7 @@ impl Default for ServerConfig {
             settings: Settings::default(),
             step_timeout: Duration::from_secs(60),
             access_log: None,
+            log_writer: None,
             limits: Limits::default(),
         }
     }

@@ -11,6 +11,7 @@
 //! 5. A stream writes what is in its mailbox as one frame, an event for each token (`stream/sse.rs`); other requests collect
 //!    their choices (`reply/`).
 //! 6. What operators want to know is counted on the way (`observe.rs`, `metrics/`, `events/`, `access_log/`).
+//! 7. The request is under way until the last byte of its answer is with the system (`connection/exchange.rs`, `lifecycle.rs`).
 //!
 //! # Invariants
 //!
@@ -30,6 +31,7 @@ mod events;
 mod health;
 mod lifecycle;
 mod limits;
+mod log_writer;
 mod metrics;
 mod names;
 mod observe;
@@ -43,4 +45,5 @@ pub use access::{ApiKey, Keyring};
 pub use access_log::LogFormat;
 pub use config::{Limits, ServerConfig, Settings};
 pub use engine::{Clock, EngineHandle};
+pub use log_writer::LogWriter;
 pub use server::Server;

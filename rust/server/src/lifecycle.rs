@@ -1,6 +1,9 @@
 //! From ready over draining to closed, and how many requests are under way.
+//!
+//! A request is under way from its submission on, and every other answer from its head on, until the last byte of the answer is with the
+//! system or nobody wants it any more.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// What the server does with new requests.
@@ -25,6 +28,17 @@ pub(crate) struct Lifecycle {
     changed: Condvar,
 }
 
+/// A request or an answer that is under way, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Active(Arc<Lifecycle>);
+
+impl Drop for Active {
+    fn drop(&mut self) {
+        self.0.lock().num_active -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
 impl Lifecycle {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing between lock and unlock can panic half-way through a change.
@@ -39,18 +53,14 @@ impl Lifecycle {
         self.lock().phase = Phase::Draining;
     }
 
-    /// Counts a request in; false once none is taken any more.
-    pub(crate) fn begin(&self) -> bool {
+    /// Counts a request in; none is taken once the server ends.
+    pub(crate) fn begin(self: &Arc<Self>) -> Option<Active> {
         let mut state = self.lock();
-        let is_taken = state.phase == Phase::Ready;
-        state.num_active += usize::from(is_taken);
-        is_taken
-    }
-
-    /// Counts a request out.
-    pub(crate) fn end(&self) {
-        self.lock().num_active -= 1;
-        self.changed.notify_all();
+        if state.phase != Phase::Ready {
+            return None;
+        }
+        state.num_active += 1;
+        Some(Active(Arc::clone(self)))
     }
 
     pub(crate) fn num_active(&self) -> usize {
@@ -63,5 +73,24 @@ impl Lifecycle {
         let (state, _) =
             self.changed.wait_timeout_while(self.lock(), timeout, is_busy).unwrap_or_else(PoisonError::into_inner);
         state.num_active == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_under_way_is_waited_for_and_nothing_more_is_taken() {
+        let lifecycle = Arc::new(Lifecycle::default());
+        let active = lifecycle.begin();
+        assert!(active.is_some());
+        lifecycle.drain();
+        assert!(lifecycle.begin().is_none() && lifecycle.num_active() == 1);
+        assert!(!lifecycle.wait_idle(Duration::from_millis(1)));
+        let waiting = Arc::clone(&lifecycle);
+        let waiter = std::thread::spawn(move || waiting.wait_idle(Duration::from_secs(60)));
+        drop(active);
+        assert!(waiter.join().expect("it waits and ends"));
     }
 }

@@ -17,6 +17,8 @@ use crate::engine::EngineHandle;
 
 /// How long streams may take to tell that they were cancelled.
 const LAST_EVENTS_TIMEOUT: Duration = Duration::from_millis(200);
+/// How long the reader of the log may hold up the end.
+const LOG_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long work on the pool may hold up the end.
 const POOL_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -74,7 +76,7 @@ impl Server {
         Limits { max_body_bytes: Some(body_bytes), ..limits }
     }
 
-    /// Responses under way.
+    /// Requests and responses under way, until the last byte is with the system.
     pub fn num_active(&self) -> usize {
         self.app.lifecycle.num_active()
     }
@@ -94,7 +96,7 @@ impl Server {
         self.app.lifecycle.drain();
     }
 
-    /// Waits until no response is under way; returns whether that is so.
+    /// Waits until nothing is under way: the last byte of every answer is with the system, or its client has gone. Returns whether that is so.
     pub fn wait_idle(&self, timeout: Duration) -> bool {
         self.app.lifecycle.wait_idle(timeout)
     }
@@ -118,8 +120,9 @@ impl Server {
             self.stop.notify_one();
             // A panic was reported where it happened.
             let _ = thread.join();
-            if let Some(log) = &self.app.access_log {
-                log.close();
+            // A writer that was given is its owner's affair.
+            if let Some(writer) = self.app.log_writer.as_ref().filter(|_| self.app.config.log_writer.is_none()) {
+                writer.flush(LOG_TIMEOUT);
             }
         }
     }
@@ -141,15 +144,14 @@ fn runtime(worker_threads: usize) -> io::Result<Runtime> {
 
 fn run(runtime: Runtime, listener: TcpListener, app: &Arc<App>, stop: Arc<Notify>) {
     let routes = app::routes(Arc::clone(app));
-    let limits = app.config.limits.clone();
     let (routing, watching) = (Arc::clone(app), Arc::clone(app));
     runtime.block_on(async move {
         tokio::spawn(async move { routing.router.run(&routing.events).await });
         tokio::spawn(async move { watching.health.watch().await });
         match tokio::net::TcpListener::from_std(listener) {
             Ok(listener) => {
-                let metrics = Arc::clone(&app.metrics);
-                let serving = async move { connection::serve(listener, routes, limits, &metrics, stop).await };
+                let app = Arc::clone(app);
+                let serving = async move { connection::serve(listener, routes, app, stop).await };
                 tokio::spawn(serving).await.unwrap_or_default();
             }
             Err(_) => app.lifecycle.drain(),

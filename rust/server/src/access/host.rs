@@ -36,10 +36,11 @@ impl AllowedHosts {
         Self { names, is_loopback }
     }
 
-    /// Refuses a request that calls the server by another name. None at all is no browser's doing. A server on the network is asked
-    /// by probes under addresses that it does not know.
+    /// Refuses a request that calls the server by another name. None at all is no browser's doing. On the network what needs no key is asked for
+    /// under addresses that the server does not know, by probes and collectors; on loopback, where a page of a stranger could come from, nothing
+    /// is told under a strange name.
     pub(super) fn check(&self, request: &Request, need: Need) -> Result<(), ApiError> {
-        let Some(names) = self.names.as_ref().filter(|_| self.is_loopback || need != Need::Probe) else {
+        let Some(names) = self.names.as_ref().filter(|_| self.is_loopback || need != Need::Nothing) else {
             return Ok(());
         };
         let is_own = |name: &str| names.iter().any(|own| *own == normal(name));
@@ -108,7 +109,7 @@ mod tests {
             "127.0.0.3",
             "evil:127.0.0.1",
         ] {
-            assert!(!is_allowed(&hosts, host, Need::Probe), "{host}");
+            assert!(!is_allowed(&hosts, host, Need::Nothing), "{host}");
         }
     }
 
@@ -146,7 +147,7 @@ mod tests {
         assert!(is_allowed(&hosts("0.0.0.0", &[]), "anything", Need::Key));
         let named = hosts("0.0.0.0", &["api.example"]);
         assert!(is_allowed(&named, "api.example:8000", Need::Key) && !is_allowed(&named, "10.0.0.7", Need::Key));
-        assert!(is_allowed(&named, "10.0.0.7:8000", Need::Probe), "a probe knows the address only");
+        assert!(is_allowed(&named, "10.0.0.7:8000", Need::Nothing), "a probe knows the address only");
         assert!(is_allowed(&hosts("127.0.0.1", &["*"]), "anything", Need::Key));
     }
 }

@@ -10,21 +10,13 @@ const METRICS: [&str; 2] = ["/metrics", "/stats"];
 pub(super) enum Need {
     /// A key, if there are any.
     Key,
-    /// Nothing.
+    /// Nothing; and on the network it may be called by names that only the network knows, such as the address of a pod.
     Nothing,
-    /// Nothing; it may be called by a name that only the network knows, too.
-    Probe,
 }
 
 impl Need {
     pub(super) fn of(path: &str, has_open_metrics: bool) -> Self {
-        if PROBES.contains(&path) {
-            Self::Probe
-        } else if has_open_metrics && METRICS.contains(&path) {
-            Self::Nothing
-        } else {
-            Self::Key
-        }
+        if PROBES.contains(&path) || (has_open_metrics && METRICS.contains(&path)) { Self::Nothing } else { Self::Key }
     }
 }
 
@@ -35,7 +27,7 @@ mod tests {
     #[test]
     fn what_is_not_known_to_be_open_needs_a_key() {
         for path in ["/health", "/ready"] {
-            assert_eq!(Need::of(path, false), Need::Probe);
+            assert_eq!(Need::of(path, false), Need::Nothing);
         }
         for path in ["/v1/models", "/version", "/nothing", "/health/", "//health", "/%68ealth", "/HEALTH", "", "*"] {
             assert_eq!(Need::of(path, true), Need::Key, "{path}");

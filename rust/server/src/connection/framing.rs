@@ -4,11 +4,14 @@
 //! in front of the server may read such a request differently, and take for a second one what hyper takes for a body. So each head
 //! is held back until it is complete and was checked, with the parser that hyper has; the limits on heads are checked on the way.
 //!
-//! Invariant: no byte behind a refused head, or behind a chunked body, is ever read as a request.
+//! 1. No byte behind a refused head, or behind a chunked body, is ever read as a request.
+//! 2. Hyper sees one request at a time: what follows it waits for the end of its answer. With more at hand hyper would not look at the
+//!    socket, and not see that the client has gone.
 
 use httparse::{EMPTY_HEADER, Error, Header, Request, Status};
 use hyper::{StatusCode, Uri};
 
+use super::chunks::Chunks;
 use crate::config::Limits;
 use crate::error::ApiError;
 
@@ -28,7 +31,8 @@ pub(super) struct Framing {
     /// So many of them may be.
     num_free: usize,
     state: State,
-    num_heads: usize,
+    /// The answer to the last good head has not ended.
+    is_answering: bool,
 }
 
 /// What comes behind the bytes that may be handed on.
@@ -38,10 +42,36 @@ enum State {
     Head { num_seen: usize },
     /// So many bytes of a body.
     Body { num_left: u64 },
-    /// A body in chunks. Where it ends is hyper's affair, and the connection ends with it.
-    Chunked,
-    /// Nothing.
+    /// A body in chunks. What is in it is hyper's affair, and the connection ends with it.
+    Chunked(Chunks),
+    /// Nothing, as after a body in chunks.
+    Nothing,
+    /// Nothing, behind a head that is refused.
     Refused,
+}
+
+impl State {
+    /// Counts the first of these bytes as part of a body, as far as they are; returns how many are.
+    fn pass(&mut self, bytes: &[u8]) -> usize {
+        match self {
+            Self::Body { num_left } => {
+                let num_passed = usize::try_from(*num_left).unwrap_or(usize::MAX).min(bytes.len());
+                *num_left -= num_passed as u64;
+                if *num_left == 0 {
+                    *self = Self::Head { num_seen: 0 };
+                }
+                num_passed
+            }
+            Self::Chunked(chunks) => {
+                let num_passed = chunks.pass(bytes);
+                if *chunks == Chunks::Done {
+                    *self = Self::Nothing;
+                }
+                num_passed
+            }
+            Self::Head { .. } | Self::Nothing | Self::Refused => 0,
+        }
+    }
 }
 
 impl Framing {
@@ -53,13 +83,8 @@ impl Framing {
             held: Vec::new(),
             num_free: 0,
             state: State::Head { num_seen: 0 },
-            num_heads: 0,
+            is_answering: false,
         }
-    }
-
-    /// Heads that were found to be good.
-    pub(super) fn num_heads(&self) -> usize {
-        self.num_heads
     }
 
     /// Whether a head has begun and is not complete.
@@ -71,25 +96,29 @@ impl Framing {
         self.state == State::Refused
     }
 
-    /// Whether the client may still send, or has sent, what nobody will read.
-    pub(super) fn has_more(&self) -> bool {
-        self.state != State::Head { num_seen: 0 } || !self.held.is_empty()
+    /// Whether nothing of a request has come since the last answer.
+    pub(super) fn is_idle(&self) -> bool {
+        self.state == State::Head { num_seen: 0 } && !self.is_answering && self.num_free == 0
     }
 
-    /// Counts the first of `count` bytes from the socket as part of a body, as far as they are; they may go to hyper at once.
-    pub(super) fn pass(&mut self, count: usize) -> usize {
-        match &mut self.state {
-            State::Body { num_left } => {
-                let num_passed = usize::try_from(*num_left).unwrap_or(usize::MAX).min(count);
-                *num_left -= num_passed as u64;
-                if *num_left == 0 {
-                    self.state = State::Head { num_seen: 0 };
-                }
-                num_passed
-            }
-            State::Chunked => count,
-            State::Head { .. } | State::Refused => 0,
-        }
+    /// Whether so much waits for the end of an answer that nothing more is taken.
+    pub(super) fn is_full(&self) -> bool {
+        let is_waiting = match self.state {
+            State::Head { .. } => self.is_answering,
+            State::Nothing => true,
+            State::Body { .. } | State::Chunked(_) | State::Refused => false,
+        };
+        is_waiting && self.held.len() - self.num_free >= self.max_head_bytes
+    }
+
+    /// Whether the client may still send, or has sent, what nobody will read.
+    pub(super) fn has_more(&self) -> bool {
+        !matches!(self.state, State::Head { num_seen: 0 } | State::Nothing) || !self.held.is_empty()
+    }
+
+    /// Counts the first of these bytes from the socket as part of a body, as far as they are; they may go to hyper at once.
+    pub(super) fn pass(&mut self, bytes: &[u8]) -> usize {
+        self.state.pass(bytes)
     }
 
     /// Takes the other bytes from the socket.
@@ -98,23 +127,54 @@ impl Framing {
     /// Why the head that they are part of is refused.
     pub(super) fn hold(&mut self, bytes: &[u8]) -> Result<(), ApiError> {
         self.held.extend_from_slice(bytes);
+        self.advance()
+    }
+
+    /// The answer to the last good head has ended: it is the next one's turn.
+    ///
+    /// # Errors
+    /// Why that one is refused.
+    pub(super) fn answered(&mut self) -> Result<(), ApiError> {
+        self.is_answering = false;
+        self.advance()
+    }
+
+    /// Frees what may be handed on.
+    fn advance(&mut self) -> Result<(), ApiError> {
         while self.num_free < self.held.len() {
-            let rest = &self.held[self.num_free..];
             match self.state {
                 State::Head { num_seen } => {
-                    let Some(len) = self.find_end(rest, num_seen)? else {
+                    if self.is_answering || self.skip_empty_lines() {
+                        return Ok(());
+                    }
+                    let rest = &self.held[self.num_free..];
+                    let Some(len) = self.find_end(rest, num_seen.min(rest.len()))? else {
                         self.state = State::Head { num_seen: rest.len() };
                         return Ok(());
                     };
                     self.state = check_head(&rest[..len], self.max_fields)?;
                     self.num_free += len;
-                    self.num_heads += 1;
+                    self.is_answering = true;
                 }
-                State::Body { .. } | State::Chunked => self.num_free += self.pass(self.held.len() - self.num_free),
-                State::Refused => return Ok(()),
+                State::Body { .. } | State::Chunked(_) => {
+                    self.num_free += self.state.pass(&self.held[self.num_free..]);
+                }
+                State::Nothing | State::Refused => return Ok(()),
             }
         }
         Ok(())
+    }
+
+    /// Drops the empty lines in front of a head, which some clients send behind a body; returns whether no head has begun.
+    fn skip_empty_lines(&mut self) -> bool {
+        let rest = &self.held[self.num_free..];
+        let num_empty = rest.chunks_exact(LINE_END.len()).take_while(|&line| line == LINE_END).count() * LINE_END.len();
+        if num_empty > 0 {
+            self.state = State::Head { num_seen: 0 };
+            self.held.drain(self.num_free..self.num_free + num_empty);
+        }
+        // A carriage return alone may begin another.
+        matches!(&self.held[self.num_free..], [] | b"\r")
     }
 
     /// The bytes that may be handed on.
@@ -208,7 +268,7 @@ fn body_of(fields: &[Header<'_>], is_http_11: bool) -> Result<State, ApiError> {
         (None, Some(encoding)) => {
             let is_known = encodings.next().is_none() && encoding.value.eq_ignore_ascii_case(b"chunked");
             if is_known && is_http_11 {
-                Ok(State::Chunked)
+                Ok(State::Chunked(Chunks::default()))
             } else {
                 Err(ApiError::bad_request("transfer-encoding must be chunked, once, in a request of HTTP/1.1"))
             }

@@ -1,24 +1,26 @@
-//! A socket that hands on only good heads, and that gives up on whoever is too slow.
+//! A socket that hands on only good heads, one request at a time, and that gives up on whoever is too slow.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use hyper::StatusCode;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::{Sleep, sleep};
 
+use super::exchange::Exchange;
 use super::framing::Framing;
-use super::refusal::Refusal;
 use crate::config::Limits;
 use crate::error::ApiError;
 
 /// How long a client that is refused may go on sending: a socket closed on unread bytes loses the answer too.
 const LINGER: Duration = Duration::from_secs(2);
+/// How often it is looked whether a client is gone of whom nothing is read for now.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A time-out that costs nothing until it begins.
 #[derive(Debug)]
@@ -47,8 +49,10 @@ impl Timeout {
 pub(super) struct Guarded {
     socket: TcpStream,
     framing: Framing,
-    refusal: Arc<Refusal>,
+    exchange: Arc<Exchange>,
+    idle: Timeout,
     head: Timeout,
+    look: Timeout,
     write: Timeout,
     linger: Timeout,
     /// Nothing more is written.
@@ -56,12 +60,14 @@ pub(super) struct Guarded {
 }
 
 impl Guarded {
-    pub(super) fn new(socket: TcpStream, limits: &Limits, refusal: Arc<Refusal>) -> Self {
+    pub(super) fn new(socket: TcpStream, limits: &Limits, exchange: Arc<Exchange>) -> Self {
         Self {
             socket,
             framing: Framing::new(limits),
-            refusal,
+            exchange,
+            idle: Timeout::new(limits.idle_timeout),
             head: Timeout::new(limits.head_timeout),
+            look: Timeout::new(LOOK_INTERVAL),
             write: Timeout::new(limits.write_timeout),
             linger: Timeout::new(LINGER),
             is_shut: false,
@@ -69,7 +75,7 @@ impl Guarded {
     }
 
     fn refuse(&mut self, error: ApiError) {
-        self.refusal.set(self.framing.num_heads(), error);
+        self.exchange.refuse(error);
         self.framing.refuse();
     }
 
@@ -81,15 +87,58 @@ impl Guarded {
         count > 0
     }
 
-    /// Ready when a head takes too long.
-    fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+    /// Ready when nothing has come for too long: true if that was between two requests, false if a head is refused for it.
+    fn poll_late(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+        if self.framing.is_idle() {
+            return self.idle.poll(cx).map(|()| true);
+        }
         if !self.framing.is_in_head() {
             return Poll::Pending;
         }
         ready!(self.head.poll(cx));
         let message = format!("the head of the request took more than {} s", self.head.limit.as_secs_f64());
         self.refuse(ApiError::with_status(StatusCode::REQUEST_TIMEOUT, message));
-        Poll::Ready(())
+        Poll::Ready(false)
+    }
+
+    /// Ready when the client has gone, although not all that it sent was read.
+    fn poll_gone(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        loop {
+            ready!(self.look.poll(cx));
+            self.look.end();
+            if let Poll::Ready(Ok(state)) = pin!(self.socket.ready(Interest::READABLE)).poll(cx)
+                && state.is_read_closed()
+            {
+                return Poll::Ready(());
+            }
+        }
+    }
+
+    /// Takes what came from the socket into `buf` behind `start`, of which it leaves what may be handed on at once.
+    fn take(&mut self, buf: &mut ReadBuf<'_>, start: usize) {
+        let received = &buf.filled()[start..];
+        let num_direct = self.framing.pass(received);
+        if let Err(error) = self.framing.hold(&received[num_direct..]) {
+            self.refuse(error);
+        }
+        buf.set_filled(start + num_direct);
+        if !self.framing.is_in_head() {
+            self.head.end();
+        }
+        if !self.framing.is_idle() {
+            self.idle.end();
+        }
+    }
+
+    /// It is the next request's turn.
+    fn turn(&mut self, cx: &mut Context<'_>) {
+        if let Err(error) = self.framing.answered() {
+            self.refuse(error);
+        }
+        // Hyper waits for news of the socket, and this may be the only one.
+        if !self.framing.is_idle() || self.idle.poll(cx).is_ready() {
+            cx.waker().wake_by_ref();
+        }
     }
 
     /// Ends the time-out of writing if something was written, and the connection if it has passed.
@@ -116,25 +165,23 @@ impl AsyncRead for Guarded {
                 // The connection ends after the answer.
                 return Poll::Pending;
             }
+            if this.framing.is_full() {
+                return this.poll_gone(cx).map(Ok);
+            }
             let start = buf.filled().len();
             let Poll::Ready(read) = Pin::new(&mut this.socket).poll_read(cx, buf) else {
-                ready!(this.poll_late(cx));
+                if ready!(this.poll_late(cx)) {
+                    // For hyper it is as if the client had gone.
+                    return Poll::Ready(Ok(()));
+                }
                 continue;
             };
             read?;
-            let received = &buf.filled()[start..];
-            if received.is_empty() {
+            if buf.filled().len() == start {
                 return Poll::Ready(Ok(()));
             }
-            let num_direct = this.framing.pass(received.len());
-            if let Err(error) = this.framing.hold(&received[num_direct..]) {
-                this.refuse(error);
-            }
-            buf.set_filled(start + num_direct);
-            if !this.framing.is_in_head() {
-                this.head.end();
-            }
-            if num_direct > 0 {
+            this.take(buf, start);
+            if buf.filled().len() > start {
                 return Poll::Ready(Ok(()));
             }
         }
@@ -161,7 +208,12 @@ impl AsyncWrite for Guarded {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.socket).poll_flush(cx)
+        // Hyper flushes when all that it had is written.
+        ready!(Pin::new(&mut self.socket).poll_flush(cx))?;
+        if self.exchange.flushed() {
+            self.turn(cx);
+        }
+        Poll::Ready(Ok(()))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -170,14 +222,22 @@ impl AsyncWrite for Guarded {
             ready!(Pin::new(&mut this.socket).poll_shutdown(cx))?;
             this.is_shut = true;
         }
+        // What lies here unread would make the system throw the answer away.
         let mut scratch = [0; 4096];
-        while this.framing.has_more() && this.linger.poll(cx).is_pending() {
+        while this.linger.poll(cx).is_pending() {
             let mut unread = ReadBuf::new(&mut scratch);
-            ready!(Pin::new(&mut this.socket).poll_read(cx, &mut unread))?;
-            if unread.filled().is_empty() {
-                break;
+            match Pin::new(&mut this.socket).poll_read(cx, &mut unread) {
+                Poll::Pending if this.framing.has_more() => return Poll::Pending,
+                Poll::Ready(Ok(())) if !unread.filled().is_empty() => {}
+                _ => break,
             }
         }
         Poll::Ready(Ok(()))
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        self.exchange.close();
     }
 }

@@ -1,9 +1,12 @@
 //! Connections: accepted, served with HTTP/1.1 under the limits, and finished when the server ends.
 //!
 //! One request's way: `admission.rs` finds a place for its connection, `guarded.rs` reads it and keeps the times, `framing.rs`
-//! checks its head, hyper parses it, `refusal.rs` answers it if one of these found a fault, otherwise the routes do.
+//! checks its head, hyper parses it, `refusal.rs` answers it if one of these found a fault, otherwise the routes do, and `exchange.rs` sees
+//! the last byte of the answer off, after which it is the next one's turn.
 
 mod admission;
+mod chunks;
+mod exchange;
 mod framing;
 #[cfg(test)]
 mod framing_tests;
@@ -18,17 +21,17 @@ use std::time::Duration;
 
 use axum::Router as Routes;
 use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use hyper_util::server::graceful::GracefulShutdown;
 use socket2::SockRef;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 
-use crate::config::Limits;
-use crate::metrics::{Metrics, OpenConnection};
+use crate::app::App;
+use crate::metrics::OpenConnection;
 use admission::{Admission, Excess};
+use exchange::Exchange;
 use guarded::Guarded;
-use refusal::Refusal;
 
 /// How long the last bytes of answers may take once the server ends.
 const LAST_BYTES_TIMEOUT: Duration = Duration::from_secs(1);
@@ -40,16 +43,11 @@ const SEND_BUFFER: usize = 128 << 10;
 const MIN_BUFFER: usize = 8192;
 
 /// Serves connections until `stop`; then open answers may finish for a moment.
-pub(crate) async fn serve(
-    listener: TcpListener,
-    routes: Routes,
-    limits: Limits,
-    metrics: &Arc<Metrics>,
-    stop: Arc<Notify>,
-) {
+pub(crate) async fn serve(listener: TcpListener, routes: Routes, app: Arc<App>, stop: Arc<Notify>) {
     // Inherited by the connections. Without it only more memory is filled.
     let _ = SockRef::from(&listener).set_send_buffer_size(SEND_BUFFER);
-    let mut door = Door::new(routes, limits);
+    let metrics = Arc::clone(&app.metrics);
+    let mut door = Door::new(routes, app);
     let accepting = async {
         loop {
             match listener.accept().await {
@@ -79,7 +77,7 @@ async fn race(work: impl Future<Output = Infallible>, stop: impl Future<Output =
 /// Where connections come in.
 struct Door {
     routes: Routes,
-    limits: Limits,
+    app: Arc<App>,
     builder: http1::Builder,
     graceful: GracefulShutdown,
     admission: Arc<Admission>,
@@ -87,25 +85,26 @@ struct Door {
 }
 
 impl Door {
-    fn new(routes: Routes, limits: Limits) -> Self {
+    fn new(routes: Routes, app: Arc<App>) -> Self {
+        let limits = &app.config.limits;
         let mut builder = http1::Builder::new();
-        // Hyper sees whole heads only, so what it waits for is the first byte of the next.
+        // Hyper sees whole heads only: the times are `Guarded`'s.
         builder
-            .timer(TokioTimer::new())
-            .header_read_timeout(limits.idle_timeout)
+            .header_read_timeout(None)
             .max_buf_size(limits.max_head_bytes.max(MIN_BUFFER))
             .max_headers(limits.max_header_fields);
-        let admission = Admission::new(&limits);
-        Self { routes, limits, builder, graceful: GracefulShutdown::new(), admission, excess: Excess::default() }
+        let admission = Admission::new(limits);
+        Self { routes, app, builder, graceful: GracefulShutdown::new(), admission, excess: Excess::default() }
     }
 
     fn open(&mut self, socket: TcpStream, peer: SocketAddr, open: OpenConnection) {
         // Without it a small event may wait for the acknowledgement of the one before.
         let _ = socket.set_nodelay(true);
         let admitted = self.admission.admit(peer.ip());
-        let refusal = Arc::<Refusal>::default();
-        let guarded = Guarded::new(socket, &self.limits, Arc::clone(&refusal));
-        let service = refusal::service(self.routes.clone(), refusal, admitted.as_ref().err().cloned());
+        let exchange = Arc::<Exchange>::default();
+        let guarded = Guarded::new(socket, &self.app.config.limits, Arc::clone(&exchange));
+        let excess = admitted.as_ref().err().cloned();
+        let service = refusal::service(Arc::clone(&self.app), self.routes.clone(), exchange, excess);
         let mut builder = self.builder.clone();
         let connection = builder.keep_alive(admitted.is_ok()).serve_connection(TokioIo::new(guarded), service);
         let connection = self.graceful.watch(connection);

@@ -1,71 +1,64 @@
-//! What stands between a connection and the routes: refusals that need no route, and the end of connections that cannot go on.
+//! What stands between a connection and the routes: refusals that need no route, the end of connections that cannot go on, and who hears of
+//! the end of an answer.
 
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use axum::Router as Routes;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use hyper::body::Incoming;
 use hyper::header::{CONNECTION, HeaderValue, TRANSFER_ENCODING};
 use hyper::service::{Service, service_fn};
 use hyper::{Request, StatusCode};
 use hyper_util::service::TowerToHyperService;
 
+use super::exchange::{AnswerBody, Exchange};
+use crate::access_log::Entry;
+use crate::app::App;
 use crate::error::ApiError;
+use crate::observe;
 
 /// Paths that are answered however many connections there are.
 const PROBES: [&str; 3] = ["/health", "/ready", "/metrics"];
 
-/// Why one head of a connection is refused, until its turn comes: answers leave in the order of the heads.
-#[derive(Debug, Default)]
-pub(super) struct Refusal {
-    state: Mutex<State>,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// Heads whose turn has come.
-    num_heads: usize,
-    /// Number of the refused head, and why.
-    refused: Option<(usize, ApiError)>,
-}
-
-impl Refusal {
-    /// Refuses head number `head`, counted from 0.
-    pub(super) fn set(&self, head: usize, error: ApiError) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).refused = Some((head, error));
-    }
-
-    /// It is the next head's turn; returns why that one is refused, if it is.
-    fn next(&self) -> Option<ApiError> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let head = state.num_heads;
-        state.num_heads += 1;
-        state.refused.take_if(|(refused, _)| *refused == head).map(|(_, error)| error)
-    }
-}
-
 /// The routes for one connection. `excess`: why all but the probes are refused, if they are.
 pub(super) fn service(
+    app: Arc<App>,
     routes: Routes,
-    refusal: Arc<Refusal>,
+    exchange: Arc<Exchange>,
     excess: Option<String>,
-) -> impl Service<Request<Incoming>, Response = Response, Error = Infallible, Future: Send> + Send {
+) -> impl Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future: Send> + Send {
     let routes = TowerToHyperService::new(routes);
     service_fn(move |request: Request<Incoming>| {
+        let exchange = Arc::clone(&exchange);
         let excess = excess.as_ref().filter(|_| !PROBES.contains(&request.uri().path()));
-        let refused = refusal.next().or_else(|| excess.map(ApiError::too_many_connections));
         // Where a chunked body ends is not known here.
         let is_last = request.headers().contains_key(TRANSFER_ENCODING);
-        let answer = refused.map_or_else(|| Ok(routes.call(request)), Err);
+        let answer = match (exchange.take_refusal(), excess) {
+            // What hyper has read stands in for the head that is refused.
+            (Some(error), _) => Err(observe::refused(&app, None, error)),
+            (None, Some(why)) => {
+                Err(observe::refused(&app, Some(request.method()), ApiError::too_many_connections(why)))
+            }
+            (None, None) => Ok(routes.call(request)),
+        };
         async move {
             let response = match answer {
-                Ok(answer) => answer.await?,
-                Err(error) => return Ok(closing(error.into_response())),
+                Ok(answer) => {
+                    let response = answer.await?;
+                    if is_last || has_unread_body(response.status()) { closing(response) } else { response }
+                }
+                Err(refusal) => closing(refusal),
             };
-            Ok(if is_last || has_unread_body(response.status()) { closing(response) } else { response })
+            Ok(watched(response, exchange))
         }
     })
+}
+
+/// Has the exchange know of the end of an answer.
+fn watched(mut response: Response, exchange: Arc<Exchange>) -> Response<AnswerBody> {
+    let entry = response.extensions_mut().remove::<Arc<Entry>>().expect("every answer is observed");
+    response.map(|body| AnswerBody::new(body, entry, exchange))
 }
 
 /// Whether it is an answer to a request whose body was not read to its end.

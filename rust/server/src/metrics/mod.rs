@@ -14,7 +14,7 @@ use hyper::StatusCode;
 pub(crate) use page::write_page;
 
 /// Statuses that have a count of their own; the others share one.
-const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 413, 421, 429, 499, 500, 503, 504];
+const STATUSES: [u16; 16] = [200, 400, 401, 403, 404, 405, 408, 413, 414, 421, 429, 431, 499, 500, 503, 504];
 
 /// What the server counts itself.
 #[derive(Debug, Default)]

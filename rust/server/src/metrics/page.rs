@@ -181,11 +181,11 @@ fn write_connections(page: &mut Page, app: &App) {
         app.metrics.responses().map(|(status, number)| ([status], number)),
     );
     page.gauge("num_open_connections", "Open connections.", app.metrics.num_connections() as f64);
-    page.gauge("num_active_responses", "Responses under way.", app.lifecycle.num_active() as f64);
-    let num_dropped = app.access_log.as_ref().map_or(0, |log| log.num_dropped());
+    page.gauge("num_active_responses", "Requests and responses under way.", app.lifecycle.num_active() as f64);
+    let num_dropped = app.log_writer.as_ref().map_or(0, |log| log.num_dropped());
     page.counter(
         "num_dropped_log_lines_total",
-        "Access lines dropped because nobody read them fast enough.",
+        "Lines of the log dropped because nobody read them fast enough.",
         num_dropped,
     );
 }

@@ -12,8 +12,9 @@ use super::submitted::Submitted;
 use crate::access_log::{CLIENT_CLOSED, Entry, Tally};
 use crate::app::App;
 use crate::error::ApiError;
+use crate::lifecycle::Active;
 
-/// Holds a response's place: its names, its mailbox, its count.
+/// Holds a response's place: its names, its mailbox, and its count until its entry takes that over.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     app: Arc<App>,
@@ -22,9 +23,11 @@ pub(crate) struct Ticket {
     indices: Range<u64>,
     /// Indices whose last update has not come.
     num_open: usize,
-    /// Line of the access log, and what it is to say.
+    /// What is known of the request, and what is to be known.
     entry: Option<Arc<Entry>>,
     tally: Tally,
+    /// Absent once the entry has it.
+    active: Option<Active>,
 }
 
 impl Ticket {
@@ -33,17 +36,19 @@ impl Ticket {
     /// # Errors
     /// 503 while the server is draining.
     pub(super) fn open(app: &Arc<App>, submitted: Submitted, num_prompts: usize) -> Result<Self, ApiError> {
-        if !app.lifecycle.begin() {
-            return Err(ApiError::unavailable("the server is shutting down"));
-        }
+        let active = app.lifecycle.begin().ok_or_else(|| ApiError::unavailable("the server is shutting down"))?;
         let (app, submitted, mailbox) = (Arc::clone(app), Arc::new(submitted), Arc::default());
         let indices = app.router.open(&mailbox, num_prompts);
         app.names.add(&submitted);
-        Ok(Self { app, submitted, mailbox, indices, num_open: num_prompts, entry: None, tally: Tally::default() })
+        let (entry, tally, active) = (None, Tally::default(), Some(active));
+        Ok(Self { app, submitted, mailbox, indices, num_open: num_prompts, entry, tally, active })
     }
 
-    /// Lets a line of the access log say what comes of the request.
+    /// Tells `entry` what comes of the request, which counts as under way until its answer is written.
     pub(super) fn log_to(&mut self, entry: Option<Arc<Entry>>) {
+        if let (Some(entry), Some(active)) = (&entry, self.active.take()) {
+            entry.count(active);
+        }
         self.entry = entry;
     }
 
@@ -100,7 +105,6 @@ impl Drop for Ticket {
         if !self.leaves_rest() {
             self.app.router.close(self.indices.clone());
         }
-        self.app.lifecycle.end();
     }
 }
 

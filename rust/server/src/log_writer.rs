@@ -1,9 +1,11 @@
-//! Lines on their way out: appended by those who serve, written by a thread of its own, many at once.
+//! Lines on their way to the standard error output: appended by those who serve, written by a thread of its own, many at once.
 //!
 //! 1. Who serves never waits for the reader of the log: what would make the pending lines too long is dropped and counted.
 //! 2. The thread sleeps while nothing is pending.
 
+use std::fs::File;
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,11 +14,10 @@ use std::time::Duration;
 const MAX_PENDING: usize = 1 << 20;
 /// Time between two writes, so that many lines share one.
 const PERIOD: Duration = Duration::from_millis(20);
-/// How long `close` waits for the reader of the log.
-const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// Writes lines on a thread of its own, which ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Writer {
+pub struct LogWriter {
     shared: Arc<Shared>,
 }
 
@@ -30,52 +31,76 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     pending: Vec<u8>,
+    /// Bytes that were appended ever, and those of them that were written.
+    num_appended: u64,
+    num_written: u64,
+    /// Callers who wait for that.
+    num_flushing: usize,
+    /// Nobody appends any more.
     is_closed: bool,
-    /// The thread has written everything and ends.
-    is_done: bool,
 }
 
-impl Writer {
-    /// Starts the thread that writes to `out`.
-    pub(super) fn start(out: Box<dyn Write + Send>) -> io::Result<Self> {
+impl LogWriter {
+    /// Writes to what is the standard error output now.
+    ///
+    /// # Errors
+    /// What the operating system says if it has no file or thread to give.
+    pub fn to_stderr() -> io::Result<Self> {
+        // Not by the library's handle: whoever reports a panic would wait for its lock.
+        let out = File::from(io::stderr().as_fd().try_clone_to_owned()?);
+        Self::start(Box::new(out))
+    }
+
+    fn start(out: Box<dyn Write + Send>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let writing = Arc::clone(&shared);
         std::thread::Builder::new().name("cbrs-log".to_owned()).spawn(move || writing.run(out))?;
         Ok(Self { shared })
     }
 
+    /// Appends a text, which should end a line. It is dropped and counted if too much is pending.
+    pub fn write(&self, text: &str) {
+        self.push(|out| out.extend_from_slice(text.as_bytes()));
+    }
+
     /// Appends what `write` appends.
-    pub(super) fn push(&self, write: impl FnOnce(&mut Vec<u8>)) {
+    pub(crate) fn push(&self, write: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.shared.lock();
-        if state.pending.len() >= MAX_PENDING {
+        let len = state.pending.len();
+        if len >= MAX_PENDING {
             self.shared.num_dropped.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        let is_first = state.pending.is_empty();
         write(&mut state.pending);
+        state.num_appended += (state.pending.len() - len) as u64;
         drop(state);
-        if is_first {
+        if len == 0 {
             self.shared.changed.notify_all();
         }
     }
 
-    pub(super) fn num_dropped(&self) -> u64 {
+    /// Texts that were dropped because nobody read them fast enough.
+    pub fn num_dropped(&self) -> u64 {
         self.shared.num_dropped.load(Ordering::Relaxed)
     }
 
-    /// Waits a moment for everything to be written; the thread ends.
-    pub(super) fn close(&self) {
+    /// Waits until what was appended before is written, at most `timeout`; returns whether that is so.
+    pub fn flush(&self, timeout: Duration) -> bool {
         let mut state = self.shared.lock();
-        state.is_closed = true;
+        let wanted = state.num_appended;
+        state.num_flushing += 1;
         self.shared.changed.notify_all();
-        let waited = self.shared.changed.wait_timeout_while(state, CLOSE_TIMEOUT, |state| !state.is_done);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        let waited = self.shared.changed.wait_timeout_while(state, timeout, |state| state.num_written < wanted);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.num_flushing -= 1;
+        state.num_written >= wanted
     }
 }
 
-impl Drop for Writer {
+impl Drop for LogWriter {
     fn drop(&mut self) {
-        self.close();
+        self.shared.lock().is_closed = true;
+        self.shared.changed.notify_all();
     }
 }
 
@@ -91,16 +116,18 @@ impl Shared {
             let waited = self.changed.wait_while(self.lock(), |state| state.pending.is_empty() && !state.is_closed);
             let mut state = waited.unwrap_or_else(PoisonError::into_inner);
             if state.pending.is_empty() {
-                state.is_done = true;
-                self.changed.notify_all();
                 return;
             }
             std::mem::swap(&mut state.pending, &mut lines);
             drop(state);
             // Nobody is left to be told that the log cannot be written.
             let _ = out.write_all(&lines).and_then(|()| out.flush());
+            let mut state = self.lock();
+            state.num_written += lines.len() as u64;
             lines.clear();
-            let waited = self.changed.wait_timeout_while(self.lock(), PERIOD, |state| !state.is_closed);
+            self.changed.notify_all();
+            let waited =
+                self.changed.wait_timeout_while(state, PERIOD, |state| !state.is_closed && state.num_flushing == 0);
             drop(waited.unwrap_or_else(PoisonError::into_inner));
         }
     }
@@ -112,6 +139,8 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
 
     /// Waits for permission to write, then hands over what was written.
     struct Slow {
@@ -131,19 +160,19 @@ mod tests {
         }
     }
 
-    fn slow() -> (Writer, Sender<()>, Receiver<Vec<u8>>) {
+    fn slow() -> (LogWriter, Sender<()>, Receiver<Vec<u8>>) {
         let ((permit, permission), (written, read)) = (channel(), channel());
-        (Writer::start(Box::new(Slow { permission, written })).unwrap(), permit, read)
+        (LogWriter::start(Box::new(Slow { permission, written })).unwrap(), permit, read)
     }
 
     #[test]
     fn lines_that_wait_are_written_at_once() {
         let (writer, permit, read) = slow();
         for number in 0..1_000 {
-            writer.push(|out| writeln!(out, "{number}").unwrap());
+            writer.write(&format!("{number}\n"));
         }
         drop(permit);
-        writer.close();
+        assert!(writer.flush(LONG));
         let written: Vec<_> = read.try_iter().collect();
         assert!(written.len() <= 3, "{} writes", written.len());
         let text = String::from_utf8(written.concat()).unwrap();
@@ -160,8 +189,9 @@ mod tests {
         }
         let num_dropped = writer.num_dropped() as usize;
         assert!(num_dropped >= MAX_PENDING / line.len(), "at most one batch is on its way and one pending");
+        assert!(!writer.flush(Duration::from_millis(1)), "a reader that stands still holds nobody up");
         drop(permit);
-        writer.close();
+        assert!(writer.flush(LONG));
         let num_written: usize = read.try_iter().map(|bytes| bytes.len() / line.len()).sum();
         assert_eq!(num_written + num_dropped, num_lines);
     }
