@@ -74,10 +74,15 @@ pub(crate) async fn collect(mut ticket: Ticket, mut answer: impl Answer) -> Resu
     let (mut updates, mut usage) = (Vec::new(), Usage::default());
     loop {
         ticket.take(&mut updates).await;
-        for update in updates.drain(..) {
+        let mut news = updates.drain(..);
+        while let Some(update) = news.next() {
             let error = update.end.as_ref().and_then(|end| ticket.end_error(end));
             let is_over = ticket.note(&update);
             if let Some(error) = error {
+                // They have come, whether anybody wants them or not.
+                news.for_each(|update| {
+                    ticket.note(&update);
+                });
                 return Err(error);
             }
             usage.add(&update);
