@@ -32,6 +32,7 @@ pub struct Reserved<'a> {
     limits: [Option<RateLimit>; 2],
     /// Apart from the others, so that one alone needs no list.
     first: Option<Box<Submitted>>,
+    #[expect(clippy::vec_box, reason = "the queue takes boxes")]
     rest: Vec<Box<Submitted>>,
 }
 
@@ -95,7 +96,9 @@ impl<'a> Reserved<'a> {
             let id = request.id;
             if let Err((request, error)) = self.push(request) {
                 // A closed engine cancels them by itself.
-                queued.into_iter().for_each(|id| self.cancel(id));
+                for id in queued {
+                    self.cancel(id);
+                }
                 self.first = Some(request);
                 self.rest = waiting.collect();
                 return Err(error);

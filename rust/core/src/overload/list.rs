@@ -58,13 +58,13 @@ impl AdmissionControl {
             if !is_known {
                 return Ok(());
             }
-            let mut earlier = Earlier::default();
-            for (index, (arrival, &own_us)) in arrivals.iter().zip(&services).enumerate() {
-                // What is told if it is late holds for the list.
+            let mut earlier = Earlier { num_requests: all.num_requests, service_us };
+            // From the last one on, which waits longest: what is told of it holds for the list.
+            for (index, (arrival, &own_us)) in arrivals.iter().zip(&services).enumerate().rev() {
+                earlier.num_requests -= 1;
+                earlier.service_us -= u64::from(own_us);
                 let arrival = Arrival { num_requests: all.num_requests, ..*arrival };
                 self.check_deadlines(&arrival, demand, earlier).inspect_err(|_| late = Some(index))?;
-                earlier.num_requests += 1;
-                earlier.service_us += u64::from(own_us);
             }
             Ok(())
         };
@@ -287,15 +287,21 @@ mod tests {
         let limits = TenantLimits::default();
         let door = door(100, fcfs(|_| ()));
         publish_plain(&door);
-        let mut arrivals = list(&limits, &[0; 9], 0);
-        // 100 ms each; four of them have rows.
-        arrivals.iter_mut().for_each(|arrival| arrival.deadline_ns = Some(S / 4));
-        let refused = door.reserve_list(&arrivals).expect_err("the last ones come late");
+        let within = |deadline_ns: u64| {
+            let mut arrivals = list(&limits, &[0; 9], 0);
+            for arrival in &mut arrivals {
+                arrival.deadline_ns = Some(deadline_ns);
+            }
+            arrivals
+        };
+        // 100 ms each, and four have rows in the end: the last one waits for 400 ms at least, and for 800 while no row is free.
+        let refused = door.reserve_list(&within(S / 2)).expect_err("no row is free");
         assert!(matches!(refused.error, Error::DeadlineUnattainable { retry_after_s: Some(_), .. }), "{refused:?}");
-        assert_eq!(refused.index, Some(3), "300 ms before it");
-        arrivals.iter_mut().for_each(|arrival| arrival.deadline_ns = Some(1));
-        let refused = door.reserve_list(&arrivals[4..]).expect_err("so do all");
-        assert!(matches!(refused.error, Error::DeadlineUnattainable { .. }), "{refused:?}");
+        assert_eq!(refused.index, Some(8));
+        let refused = door.reserve_list(&within(S * 2 / 5)).expect_err("the list itself is too long");
+        assert!(matches!(refused.error, Error::DeadlineUnattainable { retry_after_s: None, .. }), "{refused:?}");
+        let held = door.reserve_list(&within(S)).expect("800 ms are enough");
+        end(&door, held);
         door.check_drained();
     }
 

@@ -43,11 +43,9 @@ pub(crate) fn text(given: Option<&str>, ids: &[i32], tokenizer: Option<&Tokenize
 /// Where the tokens of a prompt begin in its text, in characters.
 pub(crate) fn offsets(given: Option<&str>, ids: &[i32], tokenizer: Option<&Tokenizer>) -> Vec<usize> {
     let Some(tokenizer) = tokenizer else { return vec![0; ids.len()] };
-    match given {
-        Some(text) => TextOffsets::of_text(tokenizer, text, ids),
-        None => {
-            let mut offsets = TextOffsets::new(tokenizer.clone(), true);
-            ids.iter().map(|&id| offsets.push(id)).collect()
-        }
+    if let Some(text) = given {
+        return TextOffsets::of_text(tokenizer, text, ids);
     }
+    let mut offsets = TextOffsets::new(tokenizer.clone(), true);
+    ids.iter().map(|&id| offsets.push(id)).collect()
 }
