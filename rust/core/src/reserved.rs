@@ -72,11 +72,6 @@ impl<'a> Reserved<'a> {
         self.all().map(|request| request.id)
     }
 
-    /// Lengths of the prompts, in their order, as far as they are kept.
-    pub fn prompt_lens(&self) -> impl Iterator<Item = usize> + '_ {
-        self.all().map(|request| request.spec.prompt_token_ids.len())
-    }
-
     /// Prompts, in their order, as far as they are kept.
     pub fn prompts(&self) -> impl Iterator<Item = &[i32]> + '_ {
         self.all().map(|request| &*request.spec.prompt_token_ids)

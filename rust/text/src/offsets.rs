@@ -17,7 +17,6 @@ use crate::tokenizer::Tokenizer;
 /// ```
 #[derive(Debug, Clone)]
 pub struct TextOffsets {
-    tokenizer: Tokenizer,
     detokenizer: Detokenizer,
     num_chars: usize,
     /// Scratch.
@@ -27,8 +26,8 @@ pub struct TextOffsets {
 impl TextOffsets {
     /// Offsets from the start of a text with or without special tokens.
     pub fn new(tokenizer: Tokenizer, skip_special_tokens: bool) -> Self {
-        let detokenizer = Detokenizer::new(tokenizer.clone(), skip_special_tokens);
-        Self { tokenizer, detokenizer, num_chars: 0, text: String::new() }
+        let detokenizer = Detokenizer::new(tokenizer, skip_special_tokens);
+        Self { detokenizer, num_chars: 0, text: String::new() }
     }
 
     /// Offset of the next token.
@@ -59,10 +58,5 @@ impl TextOffsets {
             offset
         };
         ids.iter().map(|&id| offset_of(id).min(num_chars)).collect()
-    }
-
-    /// The tokenizer whose ids these are.
-    pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
     }
 }

@@ -162,3 +162,39 @@ impl State {
         self.traced = traced;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use cbrs_core::trace::{Trace, TraceKind, TraceReader, TraceRecord};
+    use serde_json::Value;
+
+    use super::*;
+
+    fn told(log: &EventLog) -> Vec<Value> {
+        let write = |record: &Record| {
+            let mut out = Vec::new();
+            record.write_json(&mut out);
+            serde_json::from_slice(&out).expect("it is JSON")
+        };
+        log.look_up("mine", |_| true).iter().map(write).collect()
+    }
+
+    #[test]
+    fn events_that_were_missed_are_told_and_what_was_not_submitted_is_not() {
+        let trace = Arc::new(Trace::with_capacity(4));
+        let log = EventLog::new(TraceReader::new(Arc::clone(&trace)));
+        let submitted = |id: &str| Arc::new(Submitted::new(id.to_owned(), Some("mine".to_owned()), None));
+        let ids = [7, 8].map(RequestId::from_u64);
+        log.enter(&submitted("a"), 0, std::iter::once((ids[0], 3)));
+        let place = log.enter(&submitted("b"), 0, std::iter::once((ids[1], 3)));
+        log.withdraw(place);
+        let record = TraceRecord { request: ids[0], choice: 0, kind: TraceKind::Chunk, time_ns: 5, num_tokens: 2 };
+        (0..10).for_each(|_| trace.push(record));
+        trace.push(TraceRecord { request: ids[1], ..record });
+        let told = told(&log);
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!((&told[0]["id"], &told[0]["num_missed_events"]), (&"a".into(), &7.into()));
+        // Submitted, and three of the last four.
+        assert_eq!(told[0]["prompts"][0]["events"].as_array().map(Vec::len), Some(4));
+    }
+}
