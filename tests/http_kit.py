@@ -1,7 +1,6 @@
 """Clients below the level of an HTTP library: raw connections, processes that can be killed."""
 
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -90,25 +89,6 @@ def reader_process(
             yield process
         finally:
             process.kill()
-
-
-@contextmanager
-def server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """`cbrs serve` as a process, once it listens; it is killed at the end."""
-    command = [sys.executable, "-m", "cbrs", "serve", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            lines = []
-            for line in server.stderr:
-                lines.append(line)
-                if found := re.search(r"serving \S+ at (http://\S+)", line):
-                    break
-            else:
-                raise AssertionError("".join(lines))
-            yield server, Client(found[1])
-        finally:
-            server.kill()
 
 
 @contextmanager

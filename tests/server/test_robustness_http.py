@@ -25,10 +25,10 @@ from http_kit import (
     request_bytes,
     resident_kib,
     send,
-    server_process,
     server_program,
 )
 from server_kit import Client, error_of, is_idle, parse_events, serving, wait_until
+from server_process import server_process
 
 from cbrs import AsyncLLM
 from cbrs._core import run_load
@@ -195,24 +195,29 @@ def read_to_the_end(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=soak)])
 def test_50_streams_finish_after_sigterm(rounds: int) -> None:
     for _ in range(rounds):
-        options = ["--port", "0", "--served-model-name", "null", "--max-num-seqs", "32"]
-        with server_process("null:0.01", *options) as (process, client), ExitStack() as stack:
-            # More than run at once, so that some wait when the signal comes.
-            body = {**ENDLESS, "stream": True, "max_tokens": 60}
-            streams = [stack.enter_context(send(address_of(client), body)) for _ in range(50)]
-            wait_until(lambda: client.get("/stats").json()["num_active_responses"] == 50)
-            process.send_signal(signal.SIGTERM)
-            wait_until(lambda: client.get("/ready").status_code == 503)
-            refused = client.post(COMPLETIONS, body)
-            assert error_of(refused, 503)["type"] == "service_unavailable"
-            assert int(refused.headers["retry-after"]) >= 1
-            for stream in streams:
-                events = parse_events(read_chunked(stream).decode())
-                assert len(events) == 60
-                assert events[-1]["choices"][0]["finish_reason"] == "length"
-            assert process.wait(30) == 0
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(address_of(client))
+        finish_50_streams_after_sigterm()
+
+
+def finish_50_streams_after_sigterm() -> None:
+    options = ["--port", "0", "--served-model-name", "null", "--max-num-seqs", "32"]
+    with server_process("null:0.01", *options) as server, ExitStack() as stack:
+        client = Client(server.url)
+        # More than run at once, so that some wait when the signal comes.
+        body = {**ENDLESS, "stream": True, "max_tokens": 60}
+        streams = [stack.enter_context(send(address_of(client), body)) for _ in range(50)]
+        wait_until(lambda: client.get("/stats").json()["num_active_responses"] == 50)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        refused = client.post(COMPLETIONS, body)
+        assert error_of(refused, 503)["type"] == "service_unavailable"
+        assert int(refused.headers["retry-after"]) >= 1
+        for stream in streams:
+            events = parse_events(read_chunked(stream).decode())
+            assert len(events) == 60
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.end() == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address_of(client))
 
 
 OVERLOADED: dict[str, Any] = {"model": "null:0.01", "max_num_seqs": 8, "queue_capacity": 64}

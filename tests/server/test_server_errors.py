@@ -153,6 +153,43 @@ def test_unknown_paths_and_methods_are_told_apart(client: Client) -> None:
     error_of(client.post("/v1/models", {}), 405)
 
 
+@pytest.mark.parametrize("id", ["%ff", "a%C3", "%80/x", "%ED%A0%80"])
+def test_a_path_that_is_no_text_is_refused(client: Client, id: str) -> None:
+    for method, path in (
+        ("GET", "/v1/models/{id}"),
+        ("GET", "/v1/requests/{id}"),
+        ("POST", "/v1/requests/{id}/cancel"),
+        ("GET", "/{id}"),
+        ("GET", "/v1/requests/{id}/nothing"),
+    ):
+        response = client.http.request(method, path.format(id=id))
+        error_of(response, response.status_code)
+        is_route = path.startswith("/v1") and "nothing" not in path and "/" not in id
+        assert response.status_code == 400 if is_route else response.status_code in (400, 404)
+
+
+@pytest.mark.parametrize("id", ["%zz", "%", "%4", "%00", "%2e%2e%2f", "%252F", "+"])
+def test_an_odd_path_names_nothing(client: Client, id: str) -> None:
+    assert error_of(client.get(f"/v1/models/{id}"), 404)["code"] == "model_not_found"
+    assert error_of(client.get(f"/v1/requests/{id}"), 404)["code"] == "request_not_found"
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+def test_another_method_is_refused_and_told_the_right_one(client: Client, method: str) -> None:
+    response = client.http.request(method, COMPLETIONS)
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+    assert error_of(client.http.request(method, "/v1/nothing"), 404)["code"] == "unknown_path"
+
+
+def test_a_bias_for_one_token_comes_once(client: Client) -> None:
+    for bias in ('{"5": 1, "05": 2}', '{"5": 1, "5": 1}', '{"+5": 1, "5": 2}'):
+        text = f'{{"model": "null", "prompt": "One", "max_tokens": 1, "logit_bias": {bias}}}'
+        error = error_of(client.http.post(COMPLETIONS, content=text), 400)
+        assert error["param"] == "logit_bias"
+        assert "token 5 comes twice" in error["message"]
+
+
 def test_a_request_id_comes_back_at_once(client: Client) -> None:
     response = client.post(COMPLETIONS, completion(), **{"x-request-id": "mine-7"})
     assert response.headers["x-request-id"] == "mine-7"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from http_kit import send
 from raw_kit import Raw, get, post
 from server_kit import Client, wait_until
 
@@ -133,6 +134,7 @@ def test_a_client_that_goes_away_is_told(capfd: pytest.CaptureFixture[str]) -> N
         stream_line, whole_line = lines()
         assert stream_line["status"] == whole_line["status"] == 499
         assert stream_line["finish_reason"] == whole_line["finish_reason"] == "cancelled"
+        assert stream_line["error"] == whole_line["error"] == "client_closed"
         metrics = client.get("/metrics").text
         assert re.search(r'http_responses_total\{[^}]*status="499"\} 1\n', metrics)
 
@@ -204,6 +206,36 @@ def test_refusals_of_the_connection_are_counted_and_logged(
     assert {(line["route"], line["id"]) for line in refused} == {("-", "-")}
     for status in (400, 408, 414, 431, 503):
         assert re.search(rf'http_responses_total\{{[^}}]*status="{status}"\}} 1\n', metrics)
+
+
+def test_the_line_of_what_ended_early_has_all_that_was_computed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with logging_server(capfd, "null:0.01") as (client, server, lines):
+
+        def stat(name: str) -> int:
+            return int(client.get("/stats").json()[name])
+
+        def lines_of_route() -> list[dict[str, Any]]:
+            return [line for line in lines() if line["route"] == PATH]
+
+        for number, is_cancelled in enumerate((True, False), 1):
+            fields = body(prompt=[5] * 40, max_tokens=400, n=2, cache_salt=str(number))
+            before = stat("num_output_tokens")
+            with send((server.host, server.port), fields, x_request_id="mine") as connection:
+                wait_until(lambda least=before + 6: stat("num_output_tokens") >= least)
+                if is_cancelled:
+                    client.http.post("/v1/requests/mine/cancel")
+                    assert b" 499 " in connection.recv(100)
+            wait_until(lambda: stat("num_running") == 0)
+            wait_until(lambda number=number: len(lines_of_route()) == number)
+            line = lines_of_route()[-1]
+            assert line["status"] == 499
+            assert line["error"] == ("cancelled" if is_cancelled else "client_closed")
+            assert line["finish_reason"] == "cancelled"
+            computed = stat("num_output_tokens") - before
+            assert (line["prompt_tokens"], line["output_tokens"]) == (40, computed)
+            assert 0 < line["ttft_s"] < line["duration_s"]
 
 
 def test_nothing_of_a_prompt_or_an_answer_is_logged(capfd: pytest.CaptureFixture[str]) -> None:

@@ -73,11 +73,25 @@ impl AdmissionGate {
     /// # Errors
     /// `QueueFull`, `QueuedTokensFull`, with `UNKNOWN_RETRY_S`.
     pub fn reserve_within(&self, num_tokens: u64, max_requests: usize, max_tokens: u64) -> Result<()> {
+        self.reserve_all_within(1, num_tokens, max_requests, max_tokens)
+    }
+
+    /// The same for `num_requests` requests of `num_tokens` prompt tokens together, all or none; each is released on its own.
+    ///
+    /// # Errors
+    /// `QueueFull`, `QueuedTokensFull`, with `UNKNOWN_RETRY_S`.
+    pub fn reserve_all_within(
+        &self,
+        num_requests: usize,
+        num_tokens: u64,
+        max_requests: usize,
+        max_tokens: u64,
+    ) -> Result<()> {
         let (max_requests, max_tokens) = (max_requests.min(self.max_requests), max_tokens.min(self.max_tokens));
         // Relaxed: the exchange checks the value again, and a refusal needs no more than a value that was there.
         let mut queued = self.queued.load(Ordering::Relaxed);
         loop {
-            if requests(queued) >= max_requests {
+            if num_requests > max_requests.saturating_sub(requests(queued)) {
                 return Err(Error::QueueFull {
                     queued: requests(queued),
                     limit: max_requests,
@@ -97,7 +111,7 @@ impl AdmissionGate {
             // continue each one's release sequence), so that the room which those made in the queue is seen.
             match self.queued.compare_exchange_weak(
                 queued,
-                queued + share(num_tokens),
+                queued + share(num_requests as u64, num_tokens),
                 Ordering::Acquire,
                 Ordering::Relaxed,
             ) {
@@ -113,7 +127,7 @@ impl AdmissionGate {
     /// If no such reservation can exist: more is given back than is reserved.
     pub fn release(&self, num_tokens: u64) {
         // Release: what the caller did with the queue before is seen by the next `reserve` that gets this room.
-        let queued = self.queued.fetch_sub(share(num_tokens), Ordering::Release);
+        let queued = self.queued.fetch_sub(share(1, num_tokens), Ordering::Release);
         assert!(
             requests(queued) >= 1 && tokens(queued) >= num_tokens,
             "1 request of {num_tokens} tokens was given back, but {} requests of {} tokens were reserved",
@@ -143,9 +157,9 @@ impl AdmissionGate {
     }
 }
 
-/// What one request of `num_tokens` tokens adds to the word.
-fn share(num_tokens: u64) -> u64 {
-    (1 << TOKEN_BITS) + num_tokens
+/// What requests of `num_tokens` tokens together add to the word.
+fn share(num_requests: u64, num_tokens: u64) -> u64 {
+    (num_requests << TOKEN_BITS) + num_tokens
 }
 
 fn requests(queued: u64) -> usize {

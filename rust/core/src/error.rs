@@ -215,6 +215,23 @@ pub enum Error {
         /// Seconds after which to try again.
         retry_after_s: f64,
     },
+    /// Several prompts that are let in together or not at all are more than can ever be let in at once.
+    #[error(
+        "the {num_prompts} prompts together are {value} {what}, but no more than {limit} can ever be let in at once \
+         ({name}); send fewer prompts with each request"
+    )]
+    ListTooLong {
+        /// Prompts of the list.
+        num_prompts: usize,
+        /// What is counted: "requests", "prompt tokens", or "seconds of work".
+        what: &'static str,
+        /// How much of it the list is.
+        value: f64,
+        /// The bound.
+        name: &'static str,
+        /// Its value.
+        limit: f64,
+    },
     /// The predicted time in the queue is above its bound.
     #[error(
         "the queue is too long: a wait of {predicted_s:.3} s is predicted, but at most {limit_s:.3} are allowed now \

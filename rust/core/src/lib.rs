@@ -4,8 +4,8 @@
 //!
 //! # One request's way
 //!
-//! 1. [`Submitter::submit`] (any thread): [`RequestSpec`] is checked, its prompt blocks are hashed, `AdmissionGate` reserves room,
-//!    `SlotTable` gives it a [`RequestId`], and `RequestQueue` takes it (`submit.rs`, `admission.rs`, `slots.rs`, `queue.rs`).
+//! 1. [`Submitter::submit`] (any thread): [`RequestSpec`] is checked, `AdmissionGate` reserves room, its prompt blocks are hashed, `SlotTable`
+//!    gives it a [`RequestId`], and `RequestQueue` takes it (`submit.rs`, `admission.rs`, `reserved.rs`, `slots.rs`, `queue.rs`).
 //! 2. [`Scheduler::step`] (engine thread): drains the queue and the control stack (`scheduler/control.rs`), commits the result of the last
 //!    batch (`scheduler/commit.rs`, `decode.rs`), plans the next one (`scheduler/plan.rs`, `decode.rs`, `admit.rs`, `preempt.rs`) and fills a
 //!    [`Batch`] (`scheduler/write.rs`, `batch.rs`).
@@ -33,6 +33,7 @@ pub mod overload;
 pub mod policy;
 pub mod queue;
 pub mod request;
+mod reserved;
 mod row_tables;
 pub mod sampling;
 mod scheduler;
@@ -48,8 +49,9 @@ pub use batch::{Batch, BlockTableUpdates, OutputSink, StepOutput, StepResult};
 pub use config::{Policy, SchedulerConfig};
 pub use error::{Error, Result};
 pub use logprobs::{LogprobMatrix, LogprobRows};
-pub use overload::RefusalReason;
+pub use overload::{ListError, RefusalReason};
 pub use request::{FinishReason, RequestId, RequestSpec};
+pub use reserved::Reserved;
 pub use row_tables::NewRowTables;
 pub use sampling::SamplingSpec;
 pub use scheduler::{SamplingRows, Scheduler};

@@ -3,6 +3,10 @@
 //! 1. A request that `submit` accepts is in the queue exactly once and holds one slot and one reservation of the gate.
 //! 2. A refusal gives everything back: nothing of it stays.
 //! 3. Cancels and finishes never wait for room: they go to a stack that always takes them.
+//! 4. Requests that come together are all checked before one of them is let in, and all are let in or none.
+//!
+//! Submitting has two parts, for those who have to hold a lock over the second: reserving, which checks and hashes, and queueing, which only
+//! hands over (`reserved.rs`).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,10 +20,11 @@ use crate::fault;
 use crate::hash::PrefixHasher;
 use crate::histogram::{Histogram, TIME_BOUNDS_NS};
 use crate::overload::terms::{Terms, Times};
-use crate::overload::{AdmissionControl, Arrival, RefusalReason, Reservation};
+use crate::overload::{AdmissionControl, Arrival, ListError, RefusalReason, Reservation};
 use crate::policy::{Class, PolicyConfig};
-use crate::queue::{PushError, RequestQueue};
+use crate::queue::RequestQueue;
 use crate::request::{RequestId, RequestSpec};
+use crate::reserved::Reserved;
 use crate::scheduler::MAX_PER_ROW;
 use crate::slots::SlotTable;
 use crate::snapshot::Snapshot;
@@ -130,6 +135,40 @@ impl Shared {
         !self.queue.is_empty() || !self.controls.is_empty() || self.queue.is_closed() || self.is_pause_news()
     }
 
+    /// Checks what does not depend on load; what holds for the request, and its `max_tokens`.
+    fn check<'a>(&self, policy: &'a PolicyConfig, spec: &mut RequestSpec) -> Result<(Terms<'a>, u32)> {
+        spec.truncate_prompt(self.max_model_len)?;
+        let terms = Terms::new(policy, spec);
+        let max_tokens = spec.validate(self.vocab_size, self.max_model_len, terms.max_tokens_cap(policy))?;
+        self.gate.check_size(terms.class, spec.prompt_token_ids.len() as u64)?;
+        Ok((terms, max_tokens))
+    }
+
+    fn arrival<'a>(&self, terms: &Terms<'a>, spec: &'a RequestSpec, max_tokens: u32, now_ns: u64) -> Arrival<'a> {
+        Arrival {
+            num_requests: 1,
+            tenant: spec.tenant.as_ref(),
+            limits: terms.limits,
+            class: terms.class,
+            num_prompt_tokens: spec.prompt_token_ids.len() as u64,
+            num_cacheable_tokens: self.num_cacheable_tokens(spec),
+            max_tokens,
+            num_choices: spec.n,
+            deadline_ns: terms.first_token_deadline_ns(),
+            end_deadline_ns: terms.last_token_deadline_ns(),
+            now_ns,
+        }
+    }
+
+    /// Root and chained hashes of the full blocks of a prompt.
+    pub(crate) fn hash_prompt(&self, spec: &RequestSpec) -> (u64, Vec<u64>) {
+        if !self.hash_prompts {
+            return (0, Vec::new());
+        }
+        let root = self.hasher.root(spec.tenant.as_deref(), spec.cache_salt.as_deref());
+        (root, self.hasher.chain(root, &spec.prompt_token_ids))
+    }
+
     /// Leading tokens of a prompt that may turn out to be cached: whole blocks, and never the last token.
     fn num_cacheable_tokens(&self, spec: &RequestSpec) -> u64 {
         let may_hit = self.hash_prompts && spec.prompt_logprobs.is_none();
@@ -138,7 +177,7 @@ impl Shared {
     }
 
     /// What a reservation rules out, besides in a moment in which the engine is between giving back one thing and another.
-    fn queue_full(&self, class: Class) -> Error {
+    pub(crate) fn queue_full(&self, class: Class) -> Error {
         let (queued, limit) = (self.gate.queued_requests(), self.queue.capacity());
         let error = Error::QueueFull { queued, limit, retry_after_s: UNKNOWN_RETRY_S };
         self.gate.count_refusal(class, &error);
@@ -187,57 +226,82 @@ impl Submitter {
     /// # Errors
     /// What `RequestSpec` can have wrong; `TenantOverRate`, `TooManyTenants`, `DeadlineUnattainable`, `TenantQueueFull`,
     /// `QueueTooLong`, `QueueFull`, `QueuedTokensFull`; `Closed`. Nothing stays behind.
-    pub fn submit_at(&self, mut spec: RequestSpec, now_ns: u64) -> Result<RequestId> {
+    pub fn submit_at(&self, spec: RequestSpec, now_ns: u64) -> Result<RequestId> {
+        self.reserve(spec, now_ns)?.submit_one()
+    }
+
+    /// The first part of `submit_at`: checks, reserves and hashes. `Reserved::submit` is the second.
+    ///
+    /// # Errors
+    /// As `submit_at`.
+    pub fn reserve(&self, mut spec: RequestSpec, now_ns: u64) -> Result<Reserved<'_>> {
         let shared = &*self.shared;
         if shared.queue.is_closed() {
             return Err(Error::Closed);
         }
-        spec.truncate_prompt(shared.max_model_len)?;
         let rules = shared.gate.rules();
-        let terms = Terms::new(&rules.policy, &spec);
-        let max_tokens = spec.validate(shared.vocab_size, shared.max_model_len, terms.max_tokens_cap(&rules.policy))?;
-        shared.gate.check_size(terms.class, spec.prompt_token_ids.len() as u64)?;
-        let tenant = spec.tenant.clone();
-        let arrival = Arrival {
-            tenant: tenant.as_ref(),
-            limits: terms.limits,
-            class: terms.class,
-            num_prompt_tokens: spec.prompt_token_ids.len() as u64,
-            num_cacheable_tokens: shared.num_cacheable_tokens(&spec),
-            max_tokens,
-            num_choices: spec.n,
-            deadline_ns: terms.first_token_deadline_ns(),
-            end_deadline_ns: terms.last_token_deadline_ns(),
-            now_ns,
-        };
-        let reservation = shared.gate.reserve(&arrival)?;
-        fault::point("submit");
-        let (root_hash, hashes) = self.hash_prompt(&spec);
-        let Some(id) = shared.slots.acquire() else {
-            shared.gate.give_back(&arrival, &reservation);
-            return Err(shared.queue_full(arrival.class));
-        };
-        let times = terms.times(now_ns);
-        let request = Box::new(Submitted { id, spec, max_tokens, reservation, times, root_hash, hashes });
-        if let Err(refused) = shared.queue.push(request) {
-            shared.slots.release(id);
-            shared.gate.give_back(&arrival, &reservation);
-            return Err(match refused {
-                PushError::Full(_) => shared.queue_full(arrival.class),
-                PushError::Closed(_) => Error::Closed,
-            });
-        }
-        shared.waker.wake();
-        Ok(id)
+        let (terms, max_tokens) = shared.check(&rules.policy, &mut spec)?;
+        let arrival = shared.arrival(&terms, &spec, max_tokens, now_ns);
+        let (limits, reservation) = (arrival.rate_limits(), shared.gate.reserve(&arrival)?);
+        let mut reserved = Reserved::new(shared, limits);
+        let added = reserved.add(spec, max_tokens, reservation, terms.times(now_ns));
+        added.inspect_err(|_| shared.gate.give_back(limits, std::iter::once(&reservation)))?;
+        Ok(reserved)
     }
 
-    fn hash_prompt(&self, spec: &RequestSpec) -> (u64, Vec<u64>) {
-        if !self.shared.hash_prompts {
-            return (0, Vec::new());
+    /// The same for several prompts that come together, all or none, each with the parameters of `spec` (whose own prompt does not count).
+    ///
+    /// # Errors
+    /// As `submit_at`, with the number of the prompt if it is about one; also `ListTooLong`, if they can never be let in at once.
+    pub fn reserve_list(
+        &self,
+        spec: &RequestSpec,
+        prompts: Vec<Vec<i32>>,
+        now_ns: u64,
+    ) -> Result<Reserved<'_>, ListError> {
+        let shared = &*self.shared;
+        if shared.queue.is_closed() {
+            return Err(ListError::about_all(Error::Closed));
         }
-        let hasher = &self.shared.hasher;
-        let root = hasher.root(spec.tenant.as_deref(), spec.cache_salt.as_deref());
-        (root, hasher.chain(root, &spec.prompt_token_ids))
+        let rules = shared.gate.rules();
+        let mut requests = Vec::with_capacity(prompts.len());
+        for (index, prompt_token_ids) in prompts.into_iter().enumerate() {
+            let mut spec = RequestSpec { prompt_token_ids, ..spec.clone() };
+            let (terms, max_tokens) = shared.check(&rules.policy, &mut spec).map_err(ListError::about(index))?;
+            requests.push((spec, terms, max_tokens));
+        }
+        let mut arrivals: Vec<Arrival<'_>> = Vec::with_capacity(requests.len());
+        for (spec, terms, max_tokens) in &requests {
+            arrivals.push(shared.arrival(terms, spec, *max_tokens, now_ns));
+        }
+        let limits = arrivals.first().map_or([None; 2], Arrival::rate_limits);
+        let reservations = shared.gate.reserve_list(&arrivals)?;
+        let mut reserved = Reserved::new(shared, limits);
+        for (index, (spec, terms, max_tokens)) in requests.into_iter().enumerate() {
+            let added = reserved.add(spec, max_tokens, reservations[index], terms.times(now_ns));
+            if let Err(error) = added {
+                shared.gate.give_back(limits, reservations[index..].iter());
+                return Err(ListError::about_all(error));
+            }
+        }
+        Ok(reserved)
+    }
+
+    /// Whether the rates of a tenant would let in so many requests now, whatever is in them; nothing is charged. For those who have work to do
+    /// before there is a request.
+    ///
+    /// # Errors
+    /// `TenantOverRate`, `TooManyTenants`; `ListTooLong` if so many never get in at once.
+    pub fn check_rates(&self, tenant: Option<&Arc<str>>, class: Class, num_requests: usize, now_ns: u64) -> Result<()> {
+        self.shared.gate.check_rates(tenant, class, num_requests as u64, now_ns)
+    }
+
+    /// Charges work that is no request of the engine to the tenant's rate of requests, as one request.
+    ///
+    /// # Errors
+    /// `TenantOverRate`, `TooManyTenants`.
+    pub fn charge_request(&self, tenant: Option<&Arc<str>>, class: Class, now_ns: u64) -> Result<()> {
+        self.shared.gate.charge_request(tenant, class, now_ns)
     }
 
     /// Asks for the end of a request; the terminal event of each of its choices is `cancelled` unless it ends otherwise first. O(1), never waits.

@@ -108,6 +108,7 @@ fn to_py_attached(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         | Error::AboveCap { .. }
         | Error::InvalidLength { .. }
         | Error::TooManyEntries { .. }
+        | Error::ListTooLong { .. }
         | Error::UnusableParameter { .. }
         | Error::Unsupported { .. }
         | Error::BlockNotHeld { .. }
@@ -124,7 +125,7 @@ fn with_param(py: Python<'_>, err: PyErr, error: &Error) -> PyResult<PyErr> {
 /// Name of the parameter that an error is about.
 fn param(error: &Error) -> Option<&'static str> {
     match *error {
-        Error::EmptyPrompt | Error::PromptTooLong { .. } => Some("prompt"),
+        Error::EmptyPrompt | Error::PromptTooLong { .. } | Error::ListTooLong { .. } => Some("prompt"),
         Error::TokenOutOfVocabulary { field: name, .. }
         | Error::InvalidParameter { name, .. }
         | Error::AboveCap { name, .. }

@@ -28,6 +28,8 @@ pub(crate) struct ApiError {
     param: Option<Cow<'static, str>>,
     code: Option<&'static str>,
     retry_after_s: Option<u64>,
+    /// Coming back with the same is no use, although the client could think so.
+    is_final: bool,
 }
 
 /// The object as it stands in a body or an event.
@@ -46,7 +48,7 @@ struct Object<'a> {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>, code: Option<&'static str>) -> Self {
-        Self { status, kind, message: message.into(), param: None, code, retry_after_s: None }
+        Self { status, kind, message: message.into(), param: None, code, retry_after_s: None, is_final: false }
     }
 
     /// 400 about a parameter.
@@ -120,7 +122,7 @@ impl ApiError {
         Self { code: Some("too_many_connections"), ..Self::unavailable(message) }
     }
 
-    /// 499: somebody asked for the end of the request.
+    /// 499: somebody asked for the end of the request by its name. (A client that has gone is told nothing; only the log has 499 for it.)
     pub(crate) fn cancelled() -> Self {
         let status = StatusCode::from_u16(499).expect("a status of three digits");
         Self::new(status, "cancelled", "the request was cancelled", Some("cancelled"))
@@ -153,6 +155,11 @@ impl ApiError {
         self
     }
 
+    /// Its code, or its type if it has none.
+    pub(crate) fn code(&self) -> &'static str {
+        self.code.unwrap_or(self.kind)
+    }
+
     /// Appends `{"error": …}`.
     pub(crate) fn write_json(&self, out: &mut Vec<u8>) {
         let error = Object { message: &self.message, r#type: self.kind, param: self.param.as_deref(), code: self.code };
@@ -167,7 +174,7 @@ impl ApiError {
         }
         if let Some(seconds) = self.retry_after_s {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
-        } else if self.status == StatusCode::TOO_MANY_REQUESTS {
+        } else if self.is_final || self.status == StatusCode::TOO_MANY_REQUESTS {
             headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
         headers
@@ -181,6 +188,10 @@ impl From<Error> for ApiError {
             Error::PromptTooLong { num_prompt_tokens, max_model_len, .. } => {
                 let param = if num_prompt_tokens < max_model_len { "max_tokens" } else { "prompt" };
                 Self { code: Some("context_length_exceeded"), ..Self::invalid(param, message) }
+            }
+            Error::ListTooLong { .. } => {
+                let error = Self::invalid("prompt", message);
+                Self { code: Some("too_many_prompts"), is_final: true, ..error }
             }
             Error::EmptyPrompt | Error::Tokenizer { .. } => Self::invalid("prompt", message),
             Error::TokenOutOfVocabulary { field: name, .. }
@@ -233,7 +244,7 @@ impl IntoResponse for ApiError {
         let mut response = Response::new(Body::from(body));
         *response.status_mut() = self.status;
         *response.headers_mut() = self.headers();
-        response.extensions_mut().insert(ErrorCode(self.code.unwrap_or(self.kind)));
+        response.extensions_mut().insert(ErrorCode(self.code()));
         response
     }
 }
@@ -269,6 +280,21 @@ mod tests {
         assert_eq!((headers.get(RETRY_AFTER), headers[SHOULD_RETRY].as_bytes()), (None, &b"false"[..]));
         let headers = ApiError::from(late(Some(1.5))).headers();
         assert_eq!((headers[RETRY_AFTER].as_bytes(), headers.get(SHOULD_RETRY)), (&b"2"[..], None));
+    }
+
+    #[test]
+    fn a_list_that_never_gets_in_is_the_clients_mistake() {
+        let (what, name) = ("requests", "queue_capacity");
+        let error = ApiError::from(Error::ListTooLong { num_prompts: 9, what, value: 9.0, name, limit: 8.0 });
+        assert_eq!((error.status, error.headers()[SHOULD_RETRY].as_bytes()), (StatusCode::BAD_REQUEST, &b"false"[..]));
+        assert_eq!((error.headers().get(RETRY_AFTER), error.code()), (None, "too_many_prompts"));
+        let error = json(&error);
+        assert_eq!(error["error"]["param"], "prompt");
+        let message = error["error"]["message"].as_str().expect("a text");
+        assert!(
+            message.contains("9 prompts") && message.contains("no more than 8") && message.contains(name),
+            "{message}"
+        );
     }
 
     #[test]

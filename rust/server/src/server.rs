@@ -159,4 +159,6 @@ fn run(runtime: Runtime, listener: TcpListener, app: &Arc<App>, stop: Arc<Notify
     });
     // Drops what is left of connections, and so cancels their requests.
     runtime.shutdown_timeout(POOL_TIMEOUT);
+    // Lines of the access log that waited for what nobody delivers any more.
+    app.router.close_all();
 }

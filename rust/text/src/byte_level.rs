@@ -4,6 +4,8 @@
 //! 1. The ids are those that the tokenizers crate gives: words are tokenized one by one, and their ids come from its model.
 //! 2. A tokenizer with anything else in its file than what is looked for here does not take this way.
 //! 3. Nobody waits for a lock: whoever finds the memory in use does without it.
+//! 4. With pauses no run is longer than `PAUSE_INTERVAL` and what it takes to look at the time, however long a word is: giant ones are merged here
+//!    (`merges.rs`).
 
 use std::collections::HashMap;
 use std::sync::RwLock;
@@ -15,12 +17,15 @@ use serde_json::Value;
 use tokenizers::{Model as _, ModelWrapper};
 
 use crate::gpt2_split::Words;
+use crate::merges::{MergeEntry, Merges};
 
 /// Words that are remembered; one more, and all are forgotten.
 const MAX_WORDS: usize = 1 << 15;
 /// Longer words are not remembered, in bytes.
 const MAX_WORD_BYTES: usize = 32;
-/// Longest run without a pause, as far as words are short.
+/// Longer words, in bytes, are merged with pauses.
+const MAX_UNPAUSED_WORD_BYTES: usize = 512;
+/// Longest run without a pause.
 const PAUSE_INTERVAL: Duration = Duration::from_micros(250);
 /// Text that takes much less than that.
 const BYTES_BETWEEN_LOOKS: usize = 256;
@@ -42,6 +47,14 @@ pub(crate) struct ModelKind {
     r#type: Option<String>,
     #[serde(default)]
     dropout: Value,
+    #[serde(default)]
+    ignore_merges: bool,
+    #[serde(default)]
+    continuing_subword_prefix: Option<String>,
+    #[serde(default)]
+    end_of_word_suffix: Option<String>,
+    #[serde(default)]
+    merges: Vec<MergeEntry>,
 }
 
 /// A token that is found in the text before it is cut into words.
@@ -69,11 +82,13 @@ pub(crate) struct ByteLevelEncoder {
     /// Each digit is a word.
     splits_digits: bool,
     known: RwLock<KnownWords>,
+    /// Absent if giant words are left to the crate.
+    merges: Option<Merges>,
 }
 
 impl ByteLevelEncoder {
     /// `None` if the file is not of the kind that this knows.
-    pub(crate) fn new(pipeline: Pipeline<'_>) -> Option<Self> {
+    pub(crate) fn new(pipeline: Pipeline<'_>, tokenizer_model: &ModelWrapper) -> Option<Self> {
         let Pipeline { normalizer, pre_tokenizer, post_processor, model, added_tokens } = pipeline;
         let is_plain = model.r#type.as_deref() == Some("BPE") && model.dropout.is_null() && normalizer.is_null();
         // A byte-level one changes offsets, and no ids.
@@ -90,7 +105,12 @@ impl ByteLevelEncoder {
             _ => return None,
         };
         let added = AddedTokens::new(added_tokens)?;
-        Some(Self { added, splits_digits, known: RwLock::default() })
+        let is_none = |text: &Option<String>| text.as_ref().is_none_or(String::is_empty);
+        // A whole word that is in the vocabulary would have to be looked for first, or parts would be spelled otherwise.
+        let is_simple =
+            !model.ignore_merges && is_none(&model.continuing_subword_prefix) && is_none(&model.end_of_word_suffix);
+        let merges = Merges::new(&model.merges, |token| tokenizer_model.token_to_id(token)).filter(|_| is_simple);
+        Some(Self { added, splits_digits, known: RwLock::default(), merges })
     }
 
     /// The ids of a text; `model` is the tokenizer's. With `pauses`, other threads get their turn in between.
@@ -136,6 +156,12 @@ impl Run<'_> {
     }
 
     fn word(&mut self, word: &str) -> tokenizers::Result<()> {
+        if let Some(merges) = self.encoder.merges.as_ref().filter(|_| word.len() > MAX_UNPAUSED_WORD_BYTES) {
+            let pauses = &mut self.pauses;
+            let pause = |num_bytes| pauses.iter_mut().for_each(|pauses| pauses.after(num_bytes));
+            merges.encode(word, &mut self.ids, pause);
+            return Ok(());
+        }
         if let Some(pauses) = &mut self.pauses {
             pauses.after(word.len());
         }

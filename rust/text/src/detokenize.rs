@@ -38,6 +38,26 @@ impl Detokenizer {
         }
     }
 
+    /// Characters that the next token, `id`, does not belong to although it makes them appear: bytes that waited for another one than it brings.
+    pub(crate) fn num_given_up_before(&self, id: i32) -> usize {
+        let pending = &self.chars.pending;
+        let table = self.tokenizer.pieces();
+        let piece = table.get(id).filter(|piece| !(piece.is_special && self.skip_special_tokens));
+        let Some(piece) = piece.filter(|_| !pending.is_empty()) else { return 0 };
+        let rule = table.decoder.byte_rule;
+        if rule != ByteRule::Stream && !piece.is_byte {
+            return num_replacements(rule, pending.len());
+        }
+        let bytes = [pending, piece.bytes].concat();
+        let invalid = bytes
+            .utf8_chunks()
+            .next()
+            .filter(|chunk| chunk.valid().is_empty())
+            .map_or(0, |chunk| chunk.invalid().len());
+        let is_given_up = (1..=pending.len()).contains(&invalid) && !is_unfinished(&bytes[..invalid], bytes.len());
+        if is_given_up { num_replacements(rule, invalid) } else { 0 }
+    }
+
     /// Ends the sequence: bytes that never became a character are given out as replacement characters.
     pub(crate) fn finish(&mut self, out: &mut String) {
         self.chars.flush(&self.tokenizer.pieces().decoder, out);
@@ -96,11 +116,7 @@ impl CharStream {
     }
 
     fn emit_replacements(&mut self, decoder: &Decoder, num_bytes: usize, out: &mut String) {
-        let count = match decoder.byte_rule {
-            ByteRule::Runs => num_bytes,
-            ByteRule::Stream | ByteRule::Text => usize::from(num_bytes > 0),
-        };
-        for _ in 0..count {
+        for _ in 0..num_replacements(decoder.byte_rule, num_bytes) {
             self.emit(decoder, "\u{FFFD}", out);
         }
     }
@@ -119,6 +135,14 @@ impl CharStream {
             }
         }
         out.push_str(rest);
+    }
+}
+
+/// Replacement characters in place of so many invalid bytes.
+fn num_replacements(rule: ByteRule, num_bytes: usize) -> usize {
+    match rule {
+        ByteRule::Runs => num_bytes,
+        ByteRule::Stream | ByteRule::Text => usize::from(num_bytes > 0),
     }
 }
 

@@ -19,6 +19,8 @@ mod byte_level;
 mod detokenize;
 pub mod fanout;
 mod gpt2_split;
+mod merges;
+mod offsets;
 mod pieces;
 pub mod stop;
 pub mod stream;
@@ -30,9 +32,10 @@ mod tojson;
 pub mod tokenizer;
 
 pub use fanout::{
-    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Recipient, StopReason, Timings, TokenIds,
-    Update,
+    End, FinishedChoice, FinishedRequest, OutputChannel, OutputProcessor, Prepared, Recipient, StopReason, Timings,
+    TokenIds, Update,
 };
+pub use offsets::TextOffsets;
 pub use stop::StopStrings;
 pub use stream::TextStream;
 pub use template::{ChatRequest, ChatTemplate, TemplateLimits};

@@ -63,7 +63,7 @@ impl Tokenizer {
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| refused(error.to_string()))?;
         check_added_tokens(&tokenizer, &header.added_tokens)?;
-        let byte_level = ByteLevelEncoder::new(header.pipeline());
+        let byte_level = ByteLevelEncoder::new(header.pipeline(), tokenizer.get_model());
         let special: HashSet<String> =
             header.added_tokens.into_iter().filter(|token| token.special).map(|token| token.content).collect();
         let tokens = (0..vocab_size(&tokenizer)?).map(|id| {

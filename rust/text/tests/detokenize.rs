@@ -4,7 +4,7 @@
 
 mod common;
 
-use cbrs_text::{StopStrings, TextStream, Tokenizer};
+use cbrs_text::{StopStrings, TextOffsets, TextStream, Tokenizer};
 use common::{BANGBANG, E4_BD, END, HELLO, NEWLINE, SPACE_C3, WORLD, byte_level, spm, spm_byte, spm_word};
 use proptest::prelude::*;
 
@@ -273,4 +273,84 @@ fn g08_stop_strings_are_looked_for_after_min_tokens_with_nothing_matched() {
     // A character belongs to the token that completes it.
     assert_eq!(pieces_of(stream(1, &["é"]), &bytes("éé".as_bytes())), ["", "", "", "", ""]);
     assert_eq!(pieces_of(stream(2, &["é"]), &bytes("éé".as_bytes())), ["", "é", "", "", ""]);
+}
+
+/// Where tokens begin in the characters of all their bytes, from the text as a whole: of the first character that a token has a byte of.
+fn offsets_reference(tokens: &[Vec<u8>]) -> Vec<usize> {
+    let bytes = tokens.concat();
+    let mut char_of = Vec::new();
+    let mut num_chars = 0;
+    for chunk in bytes.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            char_of.extend(std::iter::repeat_n(num_chars, character.len_utf8()));
+            num_chars += 1;
+        }
+        char_of.extend(std::iter::repeat_n(num_chars, chunk.invalid().len()));
+        num_chars += usize::from(!chunk.invalid().is_empty());
+    }
+    char_of.push(num_chars);
+    let starts = tokens.iter().scan(0, |start, token| Some(std::mem::replace(start, *start + token.len())));
+    let starts: Vec<usize> = starts.collect();
+    starts.into_iter().map(|start| char_of[start]).collect()
+}
+
+#[test]
+fn tokens_begin_at_the_first_character_that_they_have_a_byte_of() {
+    let offsets = |tokenizer: &Tokenizer, ids: &[i32]| {
+        let mut offsets = TextOffsets::new(tokenizer.clone(), true);
+        ids.iter().map(|&id| offsets.push(id)).collect::<Vec<_>>()
+    };
+    let tokenizer = byte_level();
+    // "hello", a special one, " é" in two, "你" in two, a byte that never becomes a character, "‼"
+    let ids = [HELLO, END, SPACE_C3, 0xA9, E4_BD, 0xA0, 0xE4, BANGBANG, HELLO];
+    assert_eq!(offsets(&tokenizer, &ids), [0, 5, 5, 6, 7, 7, 8, 9, 10]);
+    assert_eq!(tokenizer.decode(&ids, true), "hello é你\u{FFFD}‼hello");
+    // "ab", two bytes that never become one, "b"; each becomes one here.
+    let ids = [spm_word("a"), spm_word("b"), spm_byte(0xE4), spm_byte(0xBD), spm_word("b"), spm_word("b")];
+    assert_eq!(offsets(&spm(), &ids), [0, 1, 2, 2, 4, 5]);
+    assert_eq!(spm().decode(&ids, true), "ab\u{FFFD}\u{FFFD}bb");
+}
+
+#[test]
+fn tokens_of_a_given_text_begin_in_it() {
+    let tokenizer = byte_level();
+    let text = "hello<|end|>你\nhello";
+    let ids = tokenizer.encode(text, false).unwrap();
+    let chars: Vec<usize> = text.char_indices().map(|(at, _)| at).collect();
+    let offsets = TextOffsets::of_text(&tokenizer, text, &ids);
+    let mut at = 0;
+    for (&id, offset) in ids.iter().zip(&offsets) {
+        assert_eq!(chars.partition_point(|&start| start <= at) - 1, *offset, "token {id} at byte {at}");
+        let mut bytes = Vec::new();
+        tokenizer.push_token_bytes(id, &mut bytes);
+        at += bytes.len();
+    }
+    assert_eq!(at, text.len());
+    // As a BOS: it is not in the text.
+    let with_added: Vec<i32> = std::iter::once(END).chain(tokenizer.encode("ab", false).unwrap()).collect();
+    assert_eq!(TextOffsets::of_text(&tokenizer, "ab", &with_added), [0, 0, 1]);
+}
+
+proptest! {
+    #[test]
+    fn offsets_are_those_of_the_whole_text(ids in byte_level_ids()) {
+        let tokenizer = byte_level();
+        let bytes_of = |&id: &i32| {
+            let mut bytes = Vec::new();
+            if id != END {
+                tokenizer.push_token_bytes(id, &mut bytes);
+            }
+            bytes
+        };
+        let tokens: Vec<Vec<u8>> = ids.iter().map(bytes_of).collect();
+        let mut offsets = TextOffsets::new(tokenizer.clone(), true);
+        let got: Vec<usize> = ids.iter().map(|&id| offsets.push(id)).collect();
+        let expected = offsets_reference(&tokens);
+        for (place, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            // What adds nothing begins where the text goes on, as far as that is known.
+            if !tokens[place].is_empty() {
+                prop_assert_eq!(got, expected, "token {} of {:?}", place, &ids);
+            }
+        }
+    }
 }

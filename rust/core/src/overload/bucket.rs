@@ -69,21 +69,23 @@ impl Bucket {
     /// # Errors
     /// The nanoseconds after which it conforms; nothing is used.
     pub fn charge(&self, limit: RateLimit, units: u64, now_ns: u64) -> Result<(), u64> {
-        let cost = limit.cost_ns(units);
-        let allowed = BURST_NS.max(cost);
         // Relaxed, here and below: the word stands for itself; who takes over a tenant's cell synchronises by the cell's owner.
         let mut paid_until = self.paid_until_ns.load(Ordering::Relaxed);
         loop {
-            let next = paid_until.max(now_ns).saturating_add(cost);
-            let ahead = next - now_ns;
-            if ahead > allowed {
-                return Err(ahead - allowed);
-            }
+            let next = conforming(paid_until, limit, units, now_ns)?;
             match self.paid_until_ns.compare_exchange_weak(paid_until, next, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => return Ok(()),
                 Err(current) => paid_until = current,
             }
         }
+    }
+
+    /// Whether `units` would conform now; nothing is used.
+    ///
+    /// # Errors
+    /// As `charge`.
+    pub fn check(&self, limit: RateLimit, units: u64, now_ns: u64) -> Result<(), u64> {
+        conforming(self.paid_until_ns.load(Ordering::Relaxed), limit, units, now_ns).map(drop)
     }
 
     /// Uses `units` whether or not that conforms: what is above the rate delays what comes after.
@@ -111,6 +113,14 @@ impl Bucket {
     }
 }
 
+/// Where the word moves when `units` are used, if that conforms; otherwise the nanoseconds after which it does.
+fn conforming(paid_until: u64, limit: RateLimit, units: u64, now_ns: u64) -> Result<u64, u64> {
+    let cost = limit.cost_ns(units);
+    let next = paid_until.max(now_ns).saturating_add(cost);
+    let (ahead, allowed) = (next - now_ns, BURST_NS.max(cost));
+    if ahead > allowed { Err(ahead - allowed) } else { Ok(next) }
+}
+
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
@@ -124,6 +134,7 @@ mod tests {
             assert_eq!(bucket.charge(limit, 1, 5 * S), Ok(()));
         }
         assert_eq!(bucket.charge(limit, 1, 5 * S), Err(S));
+        assert_eq!((bucket.check(limit, 1, 5 * S), bucket.check(limit, 1, 6 * S)), (Err(S), Ok(())), "nothing is used");
         assert_eq!(bucket.charge(limit, 3, 5 * S), Err(3 * S), "more units take longer");
         assert_eq!(bucket.charge(limit, 1, 6 * S - 1), Err(1), "the time named is exact");
         assert_eq!(bucket.charge(limit, 1, 6 * S), Ok(()));

@@ -16,6 +16,7 @@
 //! refuses until 9/10 of it are left; a tenant with less than half of its part is let in meanwhile.
 
 mod bucket;
+mod list;
 mod model;
 mod promises;
 mod rates;
@@ -34,6 +35,7 @@ use arc_swap::ArcSwap;
 use crossbeam_utils::CachePadded;
 
 pub use bucket::{Bucket, RateLimit};
+pub use list::ListError;
 pub use model::{ServiceFigures, ServiceModel};
 pub use promises::{Outlook, Promises};
 pub use rates::{LoadFigures, Rates, Refused};
@@ -62,9 +64,11 @@ const MIN_RATED_TENANTS: usize = 32_768;
 /// Least time that a refusal names.
 const MIN_RETRY_S: f64 = 0.001;
 
-/// What the door has to know of a request.
+/// What the door has to know of a request, or of several that come together.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Arrival<'a> {
+    /// Requests that are let in together or not at all; tokens are counted for all of them.
+    pub(crate) num_requests: u64,
     /// Name of its tenant, if it has one.
     pub(crate) tenant: Option<&'a Arc<str>>,
     pub(crate) limits: &'a TenantLimits,
@@ -86,9 +90,36 @@ impl Arrival<'_> {
         self.tenant.map_or_else(|| Arc::from(""), Arc::clone)
     }
 
-    fn rate_limits(&self) -> [Option<RateLimit>; 2] {
-        [self.limits.requests_per_min, self.limits.tokens_per_min].map(|rate| rate.map(RateLimit::per_min))
+    pub(crate) fn rate_limits(&self) -> [Option<RateLimit>; 2] {
+        rate_limits(self.limits)
     }
+
+    /// What is charged to its rates.
+    fn usage(&self) -> (u64, u64) {
+        (self.num_requests, self.num_prompt_tokens)
+    }
+}
+
+/// Rates of requests and of tokens.
+fn rate_limits(limits: &TenantLimits) -> [Option<RateLimit>; 2] {
+    [limits.requests_per_min, limits.tokens_per_min].map(|rate| rate.map(RateLimit::per_min))
+}
+
+/// What is reserved of the queue for an arrival.
+#[derive(Debug, Clone, Copy)]
+struct Demand {
+    tenant: TenantCell,
+    /// Predicted service of all, in microseconds; 0 = unknown.
+    service_us: u64,
+    /// Of that, what is before the last request.
+    earlier_us: u64,
+}
+
+/// What comes before a request of those that it comes with.
+#[derive(Debug, Clone, Copy, Default)]
+struct Earlier {
+    num_requests: u64,
+    service_us: u64,
 }
 
 /// What an accepted request holds: its place in the queue until `release`, its tenant's cell until `leave`.
@@ -106,8 +137,8 @@ pub(crate) struct Reservation {
 pub(crate) struct AdmissionControl {
     bounds: AdmissionGate,
     rules: ArcSwap<DoorRules>,
-    /// Requests that may wait under a bound in seconds while nobody knows how long they take.
-    max_unpriced: usize,
+    /// Rows. As many requests may wait under a bound in seconds while nobody knows how long they take.
+    max_num_seqs: usize,
     full: CachePadded<Full>,
     service: QueuedService,
     model: ServiceModel,
@@ -157,7 +188,7 @@ impl AdmissionControl {
         let rules = DoorRules::new(config.rules().clone(), &bounds);
         let zero = || AtomicU64::new(0);
         let this = Self {
-            max_unpriced: config.max_num_seqs,
+            max_num_seqs: config.max_num_seqs,
             full: CachePadded::new(Full {
                 requests: std::array::from_fn(|_| Refusing::new()),
                 tokens: std::array::from_fn(|_| Refusing::new()),
@@ -228,23 +259,44 @@ impl AdmissionControl {
     /// # Errors
     /// `TenantOverRate`, `TooManyTenants`, `DeadlineUnattainable`, `TenantQueueFull`, `QueueTooLong`, `QueueFull`, `QueuedTokensFull`.
     pub(crate) fn reserve(&self, arrival: &Arrival<'_>) -> Result<Reservation> {
-        let tenant = self.tenants.get().map_or(TenantCell::NONE, |tenants| {
-            tenants.acquire(self.hasher.tenant(arrival.tenant.map_or("", |name| name)), arrival.now_ns)
-        });
+        let class = arrival.class;
+        let known_us = self.service_us(class, arrival.num_prompt_tokens, arrival.max_tokens, arrival.num_choices);
+        let service_us = known_us.unwrap_or(0);
+        let tenant = self.reserve_demand(arrival, (u64::from(service_us), 0), |demand| {
+            if known_us.is_some() { self.check_deadlines(arrival, demand, Earlier::default()) } else { Ok(()) }
+        })?;
+        Ok(Reservation { service_us, num_prompt_tokens: arrival.num_prompt_tokens as u32, tenant, class })
+    }
+
+    /// Reserves for all of an arrival, or nothing: predicted service of all, and of those before the last. Gives the cell that holds its tenant,
+    /// once.
+    fn reserve_demand(
+        &self,
+        arrival: &Arrival<'_>,
+        (service_us, earlier_us): (u64, u64),
+        check_deadlines: impl FnOnce(&Demand) -> Result<()>,
+    ) -> Result<TenantCell> {
+        let tenant = self.hold_tenant(arrival.tenant, arrival.now_ns);
+        let demand = Demand { tenant, service_us, earlier_us };
         let result = self.charge_rates(arrival, tenant).and_then(|()| {
-            let reserved = self.reserve_queue(arrival, tenant);
+            let reserved = check_deadlines(&demand).and_then(|()| self.reserve_queue(arrival, &demand));
             if reserved.is_err()
                 && let Some(tenants) = self.tenants.get()
             {
-                tenants.refund(tenant, arrival.rate_limits(), arrival.num_prompt_tokens);
+                tenants.refund_all(tenant, arrival.rate_limits(), arrival.usage());
             }
             reserved
         });
         if let Err(error) = &result {
-            self.count_refusal(arrival.class, error);
+            self.refusals.by_reason.count(arrival.class, arrival.num_requests, error);
             self.leave(tenant);
         }
-        result
+        result.map(|()| tenant)
+    }
+
+    fn hold_tenant(&self, name: Option<&Arc<str>>, now_ns: u64) -> TenantCell {
+        let key = || self.hasher.tenant(name.map_or("", |name| name));
+        self.tenants.get().map_or(TenantCell::NONE, |tenants| tenants.acquire(key(), now_ns))
     }
 
     fn charge_rates(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> Result<()> {
@@ -254,35 +306,24 @@ impl AdmissionControl {
         if tenant == TenantCell::NONE && arrival.rate_limits() != [None; 2] {
             return Err(Error::TooManyTenants { tenant: arrival.tenant_name(), retry_after_s: UNKNOWN_RETRY_S });
         }
-        let charged = tenants.charge(tenant, arrival.rate_limits(), arrival.num_prompt_tokens, arrival.now_ns);
-        charged.map_err(|(what, retry_ns)| Error::TenantOverRate {
-            tenant: arrival.tenant_name(),
-            what,
-            limit: match what {
-                "requests_per_min" => arrival.limits.requests_per_min,
-                _ => arrival.limits.tokens_per_min,
-            }
-            .unwrap_or(0.0),
-            retry_after_s: (retry_ns as f64 / 1e9).max(MIN_RETRY_S),
-        })
+        let charged = tenants.charge_all(tenant, arrival.rate_limits(), arrival.usage(), arrival.now_ns);
+        charged.map_err(|over| over_rate(arrival.tenant, arrival.limits, over))
     }
 
-    /// Everything behind the rates.
-    fn reserve_queue(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> Result<Reservation> {
-        let class = arrival.class;
-        let known_us = self.service_us(class, arrival.num_prompt_tokens, arrival.max_tokens, arrival.num_choices);
-        let num_prompt_tokens = arrival.num_prompt_tokens as u32;
-        let reservation = Reservation { service_us: known_us.unwrap_or(0), num_prompt_tokens, tenant, class };
-        if known_us.is_some() {
-            self.check_deadlines(arrival, &reservation)?;
-        }
-        self.queue_for_tenant(arrival, &reservation)?;
-        let held = self.queue_service(arrival, &reservation).inspect_err(|_| {
-            self.tenants.get().into_iter().for_each(|tenants| tenants.dequeue(tenant));
-        });
-        held?;
-        self.queue_request(arrival, &reservation).inspect_err(|_| self.release_service(&reservation))?;
-        Ok(reservation)
+    /// Everything behind the rates and the deadlines.
+    fn reserve_queue(&self, arrival: &Arrival<'_>, demand: &Demand) -> Result<()> {
+        let dequeue = || {
+            self.tenants
+                .get()
+                .into_iter()
+                .for_each(|tenants| (0..arrival.num_requests).for_each(|_| tenants.dequeue(demand.tenant)));
+        };
+        self.queue_for_tenant(arrival, demand)?;
+        self.queue_service(arrival, demand).inspect_err(|_| dequeue())?;
+        self.queue_request(arrival, demand).inspect_err(|_| {
+            self.release_service(arrival.class, demand.tenant, demand.service_us);
+            dequeue();
+        })
     }
 
     /// Reserves the service of a request that came before it could be predicted, whatever the bounds: it is in the queue.
@@ -303,23 +344,26 @@ impl AdmissionControl {
 
     /// Refuses what cannot have its first token, or its last one, in time. Nobody knows here what of the prompt is cached, so a deadline that
     /// could be met with all of it cached is not refused; and an output is thought to be as short as few of its class are.
-    fn check_deadlines(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+    fn check_deadlines(&self, arrival: &Arrival<'_>, demand: &Demand, earlier: Earlier) -> Result<()> {
         if arrival.deadline_ns.is_none() && arrival.end_deadline_ns.is_none() {
             return Ok(());
         }
         let prompt_ns = self.model.prompt_ns(arrival.num_prompt_tokens - arrival.num_cacheable_tokens);
         let whole_ns = prompt_ns + self.model.output_ns(arrival.class, arrival.max_tokens);
-        let wait_us = self.predicted_wait_us(arrival, reservation.tenant);
+        let wait_us = self.predicted_wait_us(arrival, demand.tenant, earlier);
+        // Rows are free in the end, so of those that it comes with it waits for what is more.
+        let num_waiting = earlier.num_requests.saturating_sub(self.max_num_seqs as u64);
+        let least_wait_us = earlier.service_us as f64 * num_waiting as f64 / earlier.num_requests.max(1) as f64;
         let deadlines = [("first", arrival.deadline_ns, prompt_ns), ("last", arrival.end_deadline_ns, whole_ns)];
         for (token, deadline_ns, own_ns) in deadlines {
             let Some(deadline_ns) = deadline_ns else { continue };
             let [own_us, deadline_us] = [own_ns, deadline_ns].map(|ns| ns as f64 / 1e3);
             if wait_us + own_us > deadline_us {
-                let retry_after_s = (own_us < deadline_us).then(|| {
+                let retry_after_s = (least_wait_us + own_us < deadline_us).then(|| {
                     // To a tenth below, so that there is room for more than one when they come back.
                     let room_us = (deadline_us - own_us) * 0.9;
                     let excess_us = (wait_us - room_us) * (1.0 - self.urgent_load(arrival.class));
-                    self.promise(arrival, reservation, excess_us, false)
+                    self.promise(arrival, demand, excess_us, false)
                 });
                 let (predicted_ms, deadline_ms) = ((wait_us + own_us) / 1e3, deadline_us / 1e3);
                 return Err(Error::DeadlineUnattainable { token, predicted_ms, deadline_ms, retry_after_s });
@@ -329,16 +373,16 @@ impl AdmissionControl {
     }
 
     /// Microseconds that a request would wait for a row.
-    fn predicted_wait_us(&self, arrival: &Arrival<'_>, tenant: TenantCell) -> f64 {
-        let num_queued = self.bounds.queued_requests() as u64;
+    fn predicted_wait_us(&self, arrival: &Arrival<'_>, tenant: TenantCell, earlier: Earlier) -> f64 {
+        let num_queued = self.bounds.queued_requests() as u64 + earlier.num_requests;
         let num_startable = self.model.num_startable();
         if num_queued < num_startable {
             return 0.0;
         }
         let share_left = 1.0 - self.urgent_load(arrival.class);
-        let mut ahead_us = self.service.ahead_of(arrival.class) as f64;
+        let mut ahead_us = (self.service.ahead_of(arrival.class) + earlier.service_us) as f64;
         if let Some(tenants) = self.tenants.get().filter(|_| self.is_weighted && tenant != TenantCell::NONE) {
-            let own_us = tenants.queued(tenant).service_us as f64;
+            let own_us = (tenants.queued(tenant).service_us + earlier.service_us) as f64;
             let fair_us = own_us * tenants.fair_slowdown(tenant, arrival.limits.weight);
             ahead_us = ahead_us.min(self.service.more_urgent_than(arrival.class) as f64 + fair_us);
         }
@@ -348,26 +392,28 @@ impl AdmissionControl {
     }
 
     /// Counts the request for its tenant, within the tenant's part of the queue.
-    fn queue_for_tenant(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+    fn queue_for_tenant(&self, arrival: &Arrival<'_>, demand: &Demand) -> Result<()> {
         let Some(tenants) = self.tenants.get() else {
             return Ok(());
         };
         let num_queued = self.bounds.queued_requests() as u64;
         let max_requests = self.rules().max_requests[arrival.class as usize] as u64;
-        let num_free = max_requests.saturating_sub(num_queued);
+        let num_earlier = arrival.num_requests - 1;
+        let num_free = max_requests.saturating_sub(num_queued + num_earlier);
         let limit = self.part_of_tenant(num_free);
         let refuse = |own: u64, limit: u64| {
-            let Shortage { excess, is_closed } = tenants.note_refusal(reservation.tenant, Measure::Requests, own);
+            let Shortage { excess, is_closed } = tenants.note_refusal(demand.tenant, Measure::Requests, own);
             // With each of its requests that starts, its part grows by four.
-            let excess = excess.max(own.saturating_sub(limit) / (TENANT_FACTOR + 1) + 1);
+            let excess = excess.max((own + num_earlier).saturating_sub(limit) / (TENANT_FACTOR + 1) + 1);
             let excess_us = self.service.total() as f64 * excess as f64 / num_queued.max(1) as f64;
             let (what, [queued, limit]) = ("requests", [own, limit].map(|count| count as f64));
-            self.tenant_queue_full(arrival, reservation, (what, queued, limit), excess_us, is_closed)
+            self.tenant_queue_full(arrival, demand, (what, queued, limit), excess_us, is_closed)
         };
-        if let Some(low) = self.keeps_refusing_tenant(reservation.tenant, Measure::Requests, limit) {
-            return Err(refuse(tenants.queued(reservation.tenant).requests, low));
+        if let Some(low) = self.keeps_refusing_tenant(demand.tenant, Measure::Requests, limit) {
+            return Err(refuse(tenants.queued(demand.tenant).requests, low));
         }
-        tenants.queue(reservation.tenant, arrival.limits.weight, limit).map_err(|own| refuse(own, limit))
+        let queued = tenants.queue_all(demand.tenant, arrival.limits.weight, arrival.num_requests, limit);
+        queued.map_err(|own| refuse(own, limit))
     }
 
     /// What a tenant may have of a queue in which so much is free. A queue that is full is refused for what it is.
@@ -392,25 +438,24 @@ impl AdmissionControl {
     fn tenant_queue_full(
         &self,
         arrival: &Arrival<'_>,
-        reservation: &Reservation,
+        demand: &Demand,
         (what, queued, limit): (&'static str, f64, f64),
         own_excess_us: f64,
         is_closed: bool,
     ) -> Error {
         let weight = arrival.limits.weight;
-        let slowdown = self.tenants.get().map_or(1.0, |tenants| tenants.fair_slowdown(reservation.tenant, weight));
+        let slowdown = self.tenants.get().map_or(1.0, |tenants| tenants.fair_slowdown(demand.tenant, weight));
         let excess_us = (own_excess_us * slowdown).min(self.service.total() as f64);
-        let retry_after_s = self.promise(arrival, reservation, excess_us, is_closed);
+        let retry_after_s = self.promise(arrival, demand, excess_us, is_closed);
         Error::TenantQueueFull { tenant: arrival.tenant_name(), what, queued, limit, retry_after_s }
     }
 
     /// Reserves the predicted service, within the bound in seconds and the tenant's part of it.
-    fn queue_service(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
-        let Reservation { service_us, tenant, class, .. } = *reservation;
+    fn queue_service(&self, arrival: &Arrival<'_>, demand: &Demand) -> Result<()> {
+        let (Demand { tenant, service_us, earlier_us }, class) = (*demand, arrival.class);
         if service_us == 0 {
             return Ok(());
         }
-        let service_us = u64::from(service_us);
         let Some(max_queue_us) = self.rules().max_queue_us[class as usize] else {
             // Without a bound neither refuses.
             let _ = self.service.reserve(class, service_us, u64::MAX);
@@ -421,11 +466,11 @@ impl AdmissionControl {
         let limit_us = (max_queue_us * share_left) as u64;
         let too_long = |ahead_us: u64, most_us: u64| {
             let Shortage { excess, is_closed } = self.service.refusing(class).note(ahead_us, service_us, limit_us);
-            let retry_after_s = self.promise(arrival, reservation, excess as f64 / share_left, is_closed);
+            let retry_after_s = self.promise(arrival, demand, excess as f64 / share_left, is_closed);
             let [predicted_s, limit_s] = [ahead_us, most_us].map(|us| us as f64 / 1e6 / share_left);
             Error::QueueTooLong { predicted_s, limit_s, retry_after_s }
         };
-        let part_us = self.part_of_tenant(limit_us.saturating_sub(self.service.ahead_of(class)));
+        let part_us = self.part_of_tenant(limit_us.saturating_sub(self.service.ahead_of(class) + earlier_us));
         if !self.is_modest(tenant, Measure::Service, part_us)
             && let Some(low_us) = self.service.keeps_refusing(class)
         {
@@ -434,15 +479,16 @@ impl AdmissionControl {
         if let Some(tenants) = self.tenants.get() {
             let refuse = |own_us: u64, limit_us: u64| {
                 let Shortage { excess, is_closed } = tenants.note_refusal(tenant, Measure::Service, own_us);
-                let excess_us = excess.max(own_us.saturating_sub(limit_us) / (TENANT_FACTOR + 1) + 1);
+                let excess_us = excess.max((own_us + earlier_us).saturating_sub(limit_us) / (TENANT_FACTOR + 1) + 1);
                 let (what, [queued, limit]) = ("seconds of work", [own_us, limit_us].map(|us| us as f64 / 1e6));
                 let excess_us = excess_us as f64 / share_left;
-                self.tenant_queue_full(arrival, reservation, (what, queued, limit), excess_us, is_closed)
+                self.tenant_queue_full(arrival, demand, (what, queued, limit), excess_us, is_closed)
             };
             if let Some(low_us) = self.keeps_refusing_tenant(tenant, Measure::Service, part_us) {
                 return Err(refuse(tenants.queued(tenant).service_us, low_us));
             }
-            tenants.queue_service(tenant, service_us, part_us).map_err(|own_us| refuse(own_us, part_us))?;
+            let most_us = part_us.saturating_sub(earlier_us);
+            tenants.queue_service(tenant, service_us, most_us).map_err(|own_us| refuse(own_us, part_us))?;
         }
         self.service.reserve(class, service_us, limit_us).map_err(|ahead_us| {
             self.tenants.get().into_iter().for_each(|tenants| tenants.dequeue_service(tenant, service_us));
@@ -451,21 +497,21 @@ impl AdmissionControl {
     }
 
     /// Reserves a place in the queue, within the bounds in requests and tokens.
-    fn queue_request(&self, arrival: &Arrival<'_>, reservation: &Reservation) -> Result<()> {
+    fn queue_request(&self, arrival: &Arrival<'_>, demand: &Demand) -> Result<()> {
         let (class, requested) = (arrival.class as usize, arrival.num_prompt_tokens);
         let rules = self.rules();
         let (mut max_requests, max_tokens) = (rules.max_requests[class], rules.max_tokens[class]);
-        if reservation.service_us == 0 && rules.max_queue_us[class].is_some() {
-            max_requests = max_requests.min(self.max_unpriced);
+        if demand.service_us == 0 && rules.max_queue_us[class].is_some() {
+            max_requests = max_requests.min(self.max_num_seqs);
         }
         let refuse = |shortage: Shortage, queued: u64| {
             // Its own service is reserved already.
-            let waiting_us = self.service.total().saturating_sub(u64::from(reservation.service_us));
+            let waiting_us = self.service.total().saturating_sub(demand.service_us);
             let excess_us = waiting_us as f64 * shortage.excess as f64 / queued.max(1) as f64;
-            self.promise(arrival, reservation, excess_us, shortage.is_closed)
+            self.promise(arrival, demand, excess_us, shortage.is_closed)
         };
         let refused_requests = |queued: usize, limit: usize| {
-            let shortage = self.full.requests[class].note(queued as u64, 1, max_requests as u64);
+            let shortage = self.full.requests[class].note(queued as u64, arrival.num_requests, max_requests as u64);
             Error::QueueFull { queued, limit, retry_after_s: refuse(shortage, queued as u64) }
         };
         let refused_tokens = |queued: u64, limit: u64| {
@@ -473,7 +519,7 @@ impl AdmissionControl {
             Error::QueuedTokensFull { queued, requested, limit, retry_after_s: refuse(shortage, queued) }
         };
         let free = || max_requests.saturating_sub(self.bounds.queued_requests()) as u64;
-        let is_modest = || self.is_modest(reservation.tenant, Measure::Requests, self.part_of_tenant(free()));
+        let is_modest = || self.is_modest(demand.tenant, Measure::Requests, self.part_of_tenant(free()));
         if let Some(low) = self.full.requests[class].keeps_on(|| self.queued_requests() as u64)
             && !is_modest()
         {
@@ -484,7 +530,9 @@ impl AdmissionControl {
         {
             return Err(refused_tokens(self.queued_tokens(), low));
         }
-        self.bounds.reserve_within(requested, max_requests, max_tokens).map_err(|error| match error {
+        let num_requests = arrival.num_requests as usize;
+        let reserved = self.bounds.reserve_all_within(num_requests, requested, max_requests, max_tokens);
+        reserved.map_err(|error| match error {
             Error::QueuedTokensFull { queued, limit, .. } => refused_tokens(queued, limit),
             Error::QueueFull { queued, limit, .. } => refused_requests(queued, limit),
             other => other,
@@ -492,9 +540,9 @@ impl AdmissionControl {
     }
 
     /// Counts a refusal because of load, and promises when the request may come back: seconds from now.
-    fn promise(&self, arrival: &Arrival<'_>, reservation: &Reservation, excess_us: f64, is_closed: bool) -> f64 {
-        let service_us = u64::from(reservation.service_us);
-        self.refusals.num_by_load.fetch_add(1, Ordering::Relaxed);
+    fn promise(&self, arrival: &Arrival<'_>, demand: &Demand, excess_us: f64, is_closed: bool) -> f64 {
+        let service_us = demand.service_us;
+        self.refusals.num_by_load.fetch_add(arrival.num_requests, Ordering::Relaxed);
         self.refusals.by_load_us.fetch_add(service_us, Ordering::Relaxed);
         if service_us == 0 {
             return UNKNOWN_RETRY_S;
@@ -514,19 +562,17 @@ impl AdmissionControl {
     /// # Panics
     /// If it was given back before, as far as that can be seen.
     pub(crate) fn release(&self, reservation: &Reservation) {
-        self.release_service(reservation);
-        self.bounds.release(u64::from(reservation.num_prompt_tokens));
+        let Reservation { service_us, tenant, class, num_prompt_tokens } = *reservation;
+        self.release_service(class, tenant, u64::from(service_us));
+        self.tenants.get().into_iter().for_each(|tenants| tenants.dequeue(tenant));
+        self.bounds.release(u64::from(num_prompt_tokens));
     }
 
-    fn release_service(&self, reservation: &Reservation) {
-        let Reservation { service_us, tenant, class, .. } = *reservation;
+    fn release_service(&self, class: Class, tenant: TenantCell, service_us: u64) {
         if service_us > 0 {
-            self.service.release(class, u64::from(service_us));
+            self.service.release(class, service_us);
         }
-        if let Some(tenants) = self.tenants.get() {
-            tenants.dequeue_service(tenant, u64::from(service_us));
-            tenants.dequeue(tenant);
-        }
+        self.tenants.get().into_iter().for_each(|tenants| tenants.dequeue_service(tenant, service_us));
     }
 
     /// Gives up the hold on the tenant's cell: the request has ended.
@@ -536,13 +582,23 @@ impl AdmissionControl {
         }
     }
 
-    /// Gives everything back, as if the request had never come: it cannot be queued after all.
-    pub(crate) fn give_back(&self, arrival: &Arrival<'_>, reservation: &Reservation) {
-        self.release(reservation);
-        if let Some(tenants) = self.tenants.get() {
-            tenants.refund(reservation.tenant, arrival.rate_limits(), arrival.num_prompt_tokens);
+    /// Gives everything back, as if requests that came together had never come: they cannot be queued after all. `limits` are the rates that
+    /// they were charged to.
+    pub(crate) fn give_back<'a>(
+        &self,
+        limits: [Option<RateLimit>; 2],
+        reservations: impl Iterator<Item = &'a Reservation> + Clone,
+    ) {
+        let (mut num_requests, mut num_tokens) = (0, 0);
+        for reservation in reservations.clone() {
+            self.release(reservation);
+            num_requests += 1;
+            num_tokens += u64::from(reservation.num_prompt_tokens);
         }
-        self.leave(reservation.tenant);
+        if let (Some(tenants), Some(Reservation { tenant, .. })) = (self.tenants.get(), reservations.clone().next()) {
+            tenants.refund_all(*tenant, limits, (num_requests, num_tokens));
+        }
+        reservations.for_each(|reservation| self.leave(reservation.tenant));
     }
 
     /// Charges output tokens to the rate of the tenant of a live request.
@@ -597,7 +653,7 @@ impl AdmissionControl {
 
     /// Counts a refusal for whatever reason; those of `reserve` are counted.
     pub(crate) fn count_refusal(&self, class: Class, error: &Error) {
-        self.refusals.by_reason.count(class, error);
+        self.refusals.by_reason.count(class, 1, error);
     }
 
     /// Refused, by class and reason.
@@ -634,6 +690,17 @@ impl AdmissionControl {
         if let Some(tenants) = self.tenants.get() {
             assert_eq!((tenants.num_references(), tenants.waiting_weight()), (0, 0), "a hold on a tenant leaked");
         }
+    }
+}
+
+/// The refusal of a tenant that is above a rate, for so many nanoseconds.
+fn over_rate(tenant: Option<&Arc<str>>, limits: &TenantLimits, (what, retry_ns): (&'static str, u64)) -> Error {
+    let limit = if what == "requests_per_min" { limits.requests_per_min } else { limits.tokens_per_min };
+    Error::TenantOverRate {
+        tenant: tenant.map_or_else(|| Arc::from(""), Arc::clone),
+        what,
+        limit: limit.unwrap_or(0.0),
+        retry_after_s: (retry_ns as f64 / 1e9).max(MIN_RETRY_S),
     }
 }
 

@@ -74,10 +74,10 @@ impl Default for RefusalCounts {
 }
 
 impl RefusalCounts {
-    /// Counts a refusal; other errors are none.
-    pub(crate) fn count(&self, class: Class, error: &Error) {
+    /// Counts so many requests as refused; other errors are no refusals.
+    pub(crate) fn count(&self, class: Class, num_requests: u64, error: &Error) {
         if let Some(reason) = RefusalReason::of(error) {
-            self.0[class as usize][reason as usize].fetch_add(1, Ordering::Relaxed);
+            self.0[class as usize][reason as usize].fetch_add(num_requests, Ordering::Relaxed);
         }
     }
 

@@ -170,6 +170,14 @@ impl TenantTable {
         }
     }
 
+    /// Holds a cell that is held already for `count` requests more.
+    pub(crate) fn hold_more(&self, cell: TenantCell, count: u64) {
+        if let Some(cell) = self.get(cell).filter(|_| count > 0) {
+            // Relaxed: it is held, so nobody takes it over, and what it has to pay was seen with the first hold.
+            cell.owner.fetch_add(count, Ordering::Relaxed);
+        }
+    }
+
     /// Charges a request with `num_tokens` prompt tokens to the rates of its tenant, both or none.
     ///
     /// # Errors
@@ -177,22 +185,36 @@ impl TenantTable {
     pub fn charge(
         &self,
         cell: TenantCell,
-        [request_limit, token_limit]: [Option<RateLimit>; 2],
+        limits: [Option<RateLimit>; 2],
         num_tokens: u64,
+        now_ns: u64,
+    ) -> Result<(), (&'static str, u64)> {
+        self.charge_all(cell, limits, (1, num_tokens), now_ns)
+    }
+
+    /// The same for requests and their prompt tokens together, all or none.
+    ///
+    /// # Errors
+    /// As `charge`.
+    pub(crate) fn charge_all(
+        &self,
+        cell: TenantCell,
+        [request_limit, token_limit]: [Option<RateLimit>; 2],
+        (num_requests, num_tokens): (u64, u64),
         now_ns: u64,
     ) -> Result<(), (&'static str, u64)> {
         let Some(cell) = self.get(cell) else {
             return Ok(());
         };
         if let Some(limit) = request_limit {
-            cell.requests.charge(limit, 1, now_ns).map_err(|retry_ns| ("requests_per_min", retry_ns))?;
+            cell.requests.charge(limit, num_requests, now_ns).map_err(|retry_ns| ("requests_per_min", retry_ns))?;
         }
         if let Some(limit) = token_limit {
             // Relaxed: each request of a tenant writes the same; who charges outputs got its request from this thread.
             cell.token_limit.store(RateLimit::to_bits(token_limit), Ordering::Relaxed);
             if let Err(retry_ns) = cell.tokens.charge(limit, num_tokens, now_ns) {
                 if let Some(limit) = request_limit {
-                    cell.requests.refund(limit, 1);
+                    cell.requests.refund(limit, num_requests);
                 }
                 return Err(("tokens_per_min", retry_ns));
             }
@@ -202,11 +224,58 @@ impl TenantTable {
         Ok(())
     }
 
+    /// Whether requests with at least a token each would conform to the rates of their tenant; nothing is charged.
+    ///
+    /// # Errors
+    /// As `charge`.
+    pub(crate) fn check(
+        &self,
+        cell: TenantCell,
+        [request_limit, token_limit]: [Option<RateLimit>; 2],
+        num_requests: u64,
+        now_ns: u64,
+    ) -> Result<(), (&'static str, u64)> {
+        let Some(cell) = self.get(cell) else {
+            return Ok(());
+        };
+        let check = |bucket: &Bucket, limit: Option<RateLimit>, name: &'static str| {
+            limit.map_or(Ok(()), |limit| bucket.check(limit, num_requests, now_ns).map_err(|retry_ns| (name, retry_ns)))
+        };
+        check(&cell.requests, request_limit, "requests_per_min")?;
+        check(&cell.tokens, token_limit, "tokens_per_min")
+    }
+
+    /// Charges one request to the rate of requests alone.
+    ///
+    /// # Errors
+    /// As `charge`.
+    pub(crate) fn charge_request(
+        &self,
+        cell: TenantCell,
+        limit: Option<RateLimit>,
+        now_ns: u64,
+    ) -> Result<(), (&'static str, u64)> {
+        let (Some(cell), Some(limit)) = (self.get(cell), limit) else {
+            return Ok(());
+        };
+        cell.requests.charge(limit, 1, now_ns).map_err(|retry_ns| ("requests_per_min", retry_ns))
+    }
+
     /// Takes back a charge: the request was refused for another reason.
-    pub fn refund(&self, cell: TenantCell, [request_limit, token_limit]: [Option<RateLimit>; 2], num_tokens: u64) {
+    pub fn refund(&self, cell: TenantCell, limits: [Option<RateLimit>; 2], num_tokens: u64) {
+        self.refund_all(cell, limits, (1, num_tokens));
+    }
+
+    /// Takes back what `charge_all` has charged.
+    pub(crate) fn refund_all(
+        &self,
+        cell: TenantCell,
+        [request_limit, token_limit]: [Option<RateLimit>; 2],
+        (num_requests, num_tokens): (u64, u64),
+    ) {
         if let Some(cell) = self.get(cell) {
             if let Some(limit) = request_limit {
-                cell.requests.refund(limit, 1);
+                cell.requests.refund(limit, num_requests);
             }
             if let Some(limit) = token_limit {
                 cell.tokens.refund(limit, num_tokens);
@@ -228,6 +297,20 @@ impl TenantTable {
     /// # Errors
     /// How many it has.
     pub fn queue(&self, cell: TenantCell, weight: f64, max_requests: u64) -> Result<(), u64> {
+        self.queue_all(cell, weight, 1, max_requests)
+    }
+
+    /// The same for several requests, all or none.
+    ///
+    /// # Errors
+    /// How many it has.
+    pub(crate) fn queue_all(
+        &self,
+        cell: TenantCell,
+        weight: f64,
+        num_requests: u64,
+        max_requests: u64,
+    ) -> Result<(), u64> {
         let Some(cell) = self.get(cell) else {
             return Ok(());
         };
@@ -235,10 +318,10 @@ impl TenantTable {
         let mut queued = cell.queued.load(Ordering::Relaxed);
         loop {
             let requests = queued & u64::from(u32::MAX);
-            if requests >= max_requests {
+            if num_requests > max_requests.saturating_sub(requests) {
                 return Err(requests);
             }
-            let next = if requests == 0 { weight << 32 | 1 } else { queued + 1 };
+            let next = if requests == 0 { weight << 32 | num_requests } else { queued + num_requests };
             match cell.queued.compare_exchange_weak(queued, next, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) if requests == 0 => {
                     self.waiting_weight.fetch_add(weight, Ordering::Relaxed);

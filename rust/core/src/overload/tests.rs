@@ -8,13 +8,13 @@ use crate::policy::PolicyConfig;
 const MS: u64 = 1_000_000;
 const S: u64 = 1000 * MS;
 
-fn door(queue_capacity: usize, rules: PolicyConfig) -> AdmissionControl {
+pub(super) fn door(queue_capacity: usize, rules: PolicyConfig) -> AdmissionControl {
     let config = SchedulerConfig { queue_capacity, max_num_seqs: 4, rules: Some(rules), ..SchedulerConfig::default() };
     AdmissionControl::new(&config.validate().expect("the configuration is valid"))
 }
 
 /// Every request of `prompt` tokens and at least 100 output tokens takes 100 ms + 1 ms for each prompt token.
-fn publish_plain(door: &AdmissionControl) {
+pub(super) fn publish_plain(door: &AdmissionControl) {
     door.publish(&ServiceFigures {
         ns_per_prompt_token: 1e6,
         ns_per_output_token: 1e6,
@@ -26,21 +26,22 @@ fn publish_plain(door: &AdmissionControl) {
 }
 
 /// Rules of `fcfs`, besides what `change` says.
-fn fcfs(change: impl FnOnce(&mut PolicyConfig)) -> PolicyConfig {
+pub(super) fn fcfs(change: impl FnOnce(&mut PolicyConfig)) -> PolicyConfig {
     let mut rules = PolicyConfig::fcfs();
     change(&mut rules);
     rules
 }
 
-fn fair(change: impl FnOnce(&mut PolicyConfig)) -> PolicyConfig {
+pub(super) fn fair(change: impl FnOnce(&mut PolicyConfig)) -> PolicyConfig {
     let mut rules = PolicyConfig::fair();
     change(&mut rules);
     rules
 }
 
 /// An arrival at time 0 of a request without a prompt to speak of.
-fn arrival(limits: &TenantLimits, class: Class) -> Arrival<'_> {
+pub(super) fn arrival(limits: &TenantLimits, class: Class) -> Arrival<'_> {
     Arrival {
+        num_requests: 1,
         tenant: None,
         limits,
         class,
@@ -65,7 +66,7 @@ fn fill(door: &AdmissionControl, arrival: &Arrival<'_>) -> (Vec<Reservation>, Er
     }
 }
 
-fn end(door: &AdmissionControl, held: impl IntoIterator<Item = Reservation>) {
+pub(super) fn end(door: &AdmissionControl, held: impl IntoIterator<Item = Reservation>) {
     for reservation in held {
         door.release(&reservation);
         door.leave(reservation.tenant);

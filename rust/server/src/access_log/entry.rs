@@ -15,6 +15,8 @@ use crate::lifecycle::{Active, Lifecycle};
 pub(crate) const UNKNOWN: &str = "-";
 /// The answer was not written to its end.
 const CLIENT_GONE: u16 = 499;
+/// The `error` of a line whose client did not wait for the end.
+pub(crate) const CLIENT_CLOSED: &str = "client_closed";
 
 /// A request and its answer.
 #[derive(Debug)]
@@ -83,6 +85,11 @@ impl Entry {
         }
     }
 
+    /// Notes an error after the head of the response, unless there was one.
+    pub(crate) fn fail(&self, code: &'static str) {
+        self.lock().code.get_or_insert(code);
+    }
+
     /// Notes what came of it.
     pub(crate) fn finish(&self, tally: Tally) {
         self.lock().tally = Some(tally);
@@ -101,6 +108,9 @@ impl Drop for Entry {
         log.push(|out| {
             let details = self.details.get_mut().unwrap_or_else(PoisonError::into_inner);
             let status = details.status.filter(|_| details.is_written);
+            if status.is_none() {
+                details.code.get_or_insert(CLIENT_CLOSED);
+            }
             let mut line = Line::begin(log.format, out);
             line.text("method", self.method);
             line.text("route", &self.route);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use crate::engine::Clock;
 use crate::log_writer::LogWriter;
-pub(crate) use entry::{Entry, UNKNOWN};
+pub(crate) use entry::{CLIENT_CLOSED, Entry, UNKNOWN};
 pub(crate) use tally::Tally;
 
 /// How lines look.

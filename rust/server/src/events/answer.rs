@@ -11,6 +11,8 @@ struct RequestObject<'a> {
     x_request_id: Option<&'a str>,
     is_live: bool,
     num_omitted_events: u64,
+    /// Of all requests, while this one was live.
+    num_missed_events: u64,
     prompts: Vec<PromptObject>,
 }
 
@@ -46,8 +48,9 @@ impl Record {
         let object = RequestObject {
             id: self.submitted().id(),
             x_request_id: self.submitted().names().nth(1),
-            is_live: self.prompts.iter().any(|prompt| !prompt.has_ended),
+            is_live: self.is_live(),
             num_omitted_events: self.num_omitted,
+            num_missed_events: self.num_missed,
             prompts: self.prompts.iter().enumerate().map(|(index, prompt)| self.prompt(index, prompt)).collect(),
         };
         serde_json::to_writer(out, &object).expect("an object of plain values, written to memory");

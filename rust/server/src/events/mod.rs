@@ -3,7 +3,8 @@
 //! The core writes down what it does with a request (`cbrs_core::trace`); submission, first token and end are seen here. All of it is put
 //! together whenever updates are delivered, so that nothing piles up, and when somebody asks.
 //!
-//! A request is entered under the lock under which it is submitted: nothing that the core tells of it can be read before.
+//! A request is entered before it is submitted, as soon as its ids are known: nothing that the core tells of it can be read before. No lock is
+//! held while prompts are checked and hashed.
 
 mod answer;
 mod record;
@@ -14,7 +15,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cbrs_core::{RequestId, TraceReader, TraceRecord};
 use cbrs_text::Update;
 
-use crate::error::ApiError;
 use crate::stream::Submitted;
 pub(crate) use record::Record;
 
@@ -41,9 +41,9 @@ struct State {
     traced: Vec<TraceRecord>,
 }
 
-/// Where the prompts of one HTTP request are entered; it has a record from its first accepted prompt on.
-#[derive(Debug, Default)]
-pub(crate) struct Place(Option<u64>);
+/// Where an HTTP request is entered.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place(u64);
 
 impl EventLog {
     pub(crate) fn new(trace: TraceReader) -> Self {
@@ -62,26 +62,31 @@ impl EventLog {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Submits a prompt of `num_tokens` tokens with `submit` and enters it.
-    ///
-    /// # Errors
-    /// Those of `submit`; nothing is entered then.
-    pub(crate) fn submit(
+    /// Enters a request that is about to be submitted: an id of the core for each prompt, and how many tokens it has.
+    pub(crate) fn enter(
         &self,
-        place: &mut Place,
         request: &Arc<Submitted>,
         now_ns: u64,
-        num_tokens: usize,
-        submit: impl FnOnce() -> Result<RequestId, ApiError>,
-    ) -> Result<RequestId, ApiError> {
+        prompts: impl Iterator<Item = (RequestId, usize)>,
+    ) -> Place {
+        let mut record = Record::new(Arc::clone(request), now_ns);
         let mut state = self.lock();
-        let id = submit()?;
-        let number = *place.0.get_or_insert_with(|| state.begin(Record::new(Arc::clone(request), now_ns)));
-        if let Some(record) = state.get_mut(number) {
+        let number = state.next_number();
+        for (id, num_tokens) in prompts {
             let prompt = record.enter(id, num_tokens);
             state.places.insert(id.as_u64(), (number, prompt));
         }
-        Ok(id)
+        state.begin(record);
+        Place(number)
+    }
+
+    /// Takes back what was not submitted after all.
+    pub(crate) fn withdraw(&self, Place(number): Place) {
+        let mut state = self.lock();
+        let Some(record) = state.get_mut(number) else { return };
+        for id in record.withdraw() {
+            state.places.remove(&id.as_u64());
+        }
     }
 
     /// Notes what the core wrote down, and what these updates tell.
@@ -100,8 +105,10 @@ impl EventLog {
     pub(crate) fn look_up(&self, name: &str, is_visible: impl Fn(&Submitted) -> bool) -> Vec<Record> {
         let mut state = self.lock();
         state.read_trace();
-        let is_wanted =
-            |record: &&Record| record.submitted().names().any(|known| known == name) && is_visible(record.submitted());
+        let is_wanted = |record: &&Record| {
+            let submitted = record.submitted();
+            record.is_submitted() && submitted.names().any(|known| known == name) && is_visible(submitted)
+        };
         let mut found: Vec<_> = state.records.iter().rev().filter(is_wanted).take(MAX_FOUND).cloned().collect();
         found.reverse();
         found
@@ -109,8 +116,13 @@ impl EventLog {
 }
 
 impl State {
-    /// Enters a record in place of the oldest, if there are enough; returns its number.
-    fn begin(&mut self, record: Record) -> u64 {
+    /// Number of the next record.
+    fn next_number(&self) -> u64 {
+        self.first + self.records.len() as u64
+    }
+
+    /// Enters a record, in place of the oldest if there are enough.
+    fn begin(&mut self, record: Record) {
         if self.records.len() == MAX_RECORDS
             && let Some(oldest) = self.records.pop_front()
         {
@@ -120,7 +132,6 @@ impl State {
             }
         }
         self.records.push_back(record);
-        self.first + self.records.len() as u64 - 1
     }
 
     /// Absent if it was forgotten meanwhile.
@@ -135,7 +146,13 @@ impl State {
 
     fn read_trace(&mut self) {
         let mut traced = std::mem::take(&mut self.traced);
+        let num_missed = self.trace.num_missed();
         self.trace.read(&mut traced);
+        let num_missed = self.trace.num_missed() - num_missed;
+        if num_missed > 0 {
+            // Whose they were, nobody knows.
+            self.records.iter_mut().for_each(|record| record.miss(num_missed));
+        }
         for written in traced.drain(..) {
             // Others may use the engine without a server.
             if let Some((record, prompt)) = self.find(written.request.as_u64()) {
@@ -143,5 +160,41 @@ impl State {
             }
         }
         self.traced = traced;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cbrs_core::trace::{Trace, TraceKind, TraceReader, TraceRecord};
+    use serde_json::Value;
+
+    use super::*;
+
+    fn told(log: &EventLog) -> Vec<Value> {
+        let write = |record: &Record| {
+            let mut out = Vec::new();
+            record.write_json(&mut out);
+            serde_json::from_slice(&out).expect("it is JSON")
+        };
+        log.look_up("mine", |_| true).iter().map(write).collect()
+    }
+
+    #[test]
+    fn events_that_were_missed_are_told_and_what_was_not_submitted_is_not() {
+        let trace = Arc::new(Trace::with_capacity(4));
+        let log = EventLog::new(TraceReader::new(Arc::clone(&trace)));
+        let submitted = |id: &str| Arc::new(Submitted::new(id.to_owned(), Some("mine".to_owned()), None));
+        let ids = [7, 8].map(RequestId::from_u64);
+        log.enter(&submitted("a"), 0, std::iter::once((ids[0], 3)));
+        let place = log.enter(&submitted("b"), 0, std::iter::once((ids[1], 3)));
+        log.withdraw(place);
+        let record = TraceRecord { request: ids[0], choice: 0, kind: TraceKind::Chunk, time_ns: 5, num_tokens: 2 };
+        (0..10).for_each(|_| trace.push(record));
+        trace.push(TraceRecord { request: ids[1], ..record });
+        let told = told(&log);
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!((&told[0]["id"], &told[0]["num_missed_events"]), (&"a".into(), &7.into()));
+        // Submitted, and three of the last four.
+        assert_eq!(told[0]["prompts"][0]["events"].as_array().map(Vec::len), Some(4));
     }
 }

@@ -22,6 +22,8 @@ pub(crate) struct Record {
     num_events: usize,
     /// Events that were left out.
     pub(super) num_omitted: u64,
+    /// Events of all requests that the core wrote faster than they were read, while this one was live.
+    pub(super) num_missed: u64,
 }
 
 /// One request of the core.
@@ -65,12 +67,40 @@ impl Record {
     /// A request that is submitted now.
     pub(super) fn new(submitted: Arc<Submitted>, now_ns: u64) -> Self {
         let submitted_at = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64());
-        Self { submitted, submitted_ns: now_ns, submitted_at, prompts: Vec::new(), num_events: 0, num_omitted: 0 }
+        Self {
+            submitted,
+            submitted_ns: now_ns,
+            submitted_at,
+            prompts: Vec::new(),
+            num_events: 0,
+            num_omitted: 0,
+            num_missed: 0,
+        }
     }
 
     /// Its names.
     pub(crate) fn submitted(&self) -> &Submitted {
         &self.submitted
+    }
+
+    /// Forgets its prompts, which were not submitted; returns their ids.
+    pub(super) fn withdraw(&mut self) -> Vec<RequestId> {
+        std::mem::take(&mut self.prompts).iter().map(|prompt| prompt.request).collect()
+    }
+
+    pub(super) fn is_submitted(&self) -> bool {
+        !self.prompts.is_empty()
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.prompts.iter().any(|prompt| !prompt.has_ended)
+    }
+
+    /// Events were missed, some of which may be its own.
+    pub(super) fn miss(&mut self, count: u64) {
+        if self.is_live() {
+            self.num_missed += count;
+        }
     }
 
     pub(super) fn requests(&self) -> impl Iterator<Item = RequestId> + '_ {

@@ -49,9 +49,9 @@ impl ChatAnswer {
             write::ids(out, &prompt.token_ids);
             out.push(b',');
         }
-        if let Some(rows) = prompt.logprobs.as_ref().filter(|_| self.outline.has_prompt_logprobs) {
+        if let (Some(rows), Some(count)) = (&prompt.logprobs, self.outline.prompt_logprobs) {
             out.extend_from_slice(b"\"prompt_logprobs\":");
-            self.outline.texts.write_prompt(rows, out);
+            self.outline.texts.write_prompt(rows, count as usize, out);
             out.push(b',');
         }
     }

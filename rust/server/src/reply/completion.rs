@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use cbrs_core::FinishReason;
-use cbrs_text::{Tokenizer, Update};
+use cbrs_text::{TextOffsets, Tokenizer, Update};
 
-use super::logprobs::CompletionLogprobs;
+use super::logprobs::{CompletionLogprobs, Token};
 use super::prompts::{self, Prompts, ToldPrompt};
 use super::{Answer, Outline, Usage, write};
 
@@ -23,6 +23,10 @@ struct Choice {
     text: String,
     token_ids: Vec<i32>,
     logprobs: CompletionLogprobs,
+    /// Characters of the prompt in front of it.
+    num_prompt_chars: usize,
+    /// Offsets in what follows; from the first token with log-probabilities on, if there is a text.
+    offsets: Option<TextOffsets>,
     finish: Option<FinishReason>,
     has_begun: bool,
     /// Its prompt, until it is told.
@@ -59,14 +63,18 @@ impl CompletionAnswer {
         choice.has_begun = true;
         if let Some(echo) = &self.echo {
             let given = echo.given[prompt].as_deref();
-            choice.text.push_str(&prompts::text(given, &told.token_ids, echo.tokenizer.as_ref()));
+            let (ids, tokenizer) = (&told.token_ids, echo.tokenizer.as_ref());
+            let text = prompts::text(given, ids, tokenizer);
             if let Some(count) = self.outline.logprobs {
-                for (place, &id) in told.token_ids.iter().enumerate() {
+                choice.num_prompt_chars = text.chars().count();
+                let offsets = prompts::offsets(given, ids, tokenizer);
+                for (place, (&id, offset)) in ids.iter().zip(offsets).enumerate() {
                     let rows = told.logprobs.as_ref().filter(|_| place > 0);
                     let row = rows.map(|rows| rows.row(place - 1)).map(|(ids, values, _)| (ids, values));
-                    choice.logprobs.push(&self.outline.texts, id, row, count as usize);
+                    choice.logprobs.push(&self.outline.texts, Token { id, offset, row }, count as usize);
                 }
             }
+            choice.text.push_str(&text);
         }
         choice.prompt = Some(told);
     }
@@ -103,9 +111,9 @@ impl CompletionAnswer {
                 out.extend_from_slice(b",\"prompt_token_ids\":");
                 write::ids(out, &prompt.token_ids);
             }
-            if let Some(rows) = prompt.logprobs.as_ref().filter(|_| self.outline.has_prompt_logprobs) {
+            if let (Some(rows), Some(count)) = (&prompt.logprobs, self.outline.prompt_logprobs) {
                 out.extend_from_slice(b",\"prompt_logprobs\":");
-                self.outline.texts.write_prompt(rows, out);
+                self.outline.texts.write_prompt(rows, count as usize, out);
             }
         }
         if self.outline.has_token_ids {
@@ -129,9 +137,15 @@ impl Answer for CompletionAnswer {
         choice.text.push_str(&update.text);
         choice.token_ids.extend_from_slice(&update.token_ids);
         if let (Some(rows), Some(count)) = (&update.logprobs, self.outline.logprobs) {
+            let texts = &self.outline.texts;
+            if choice.offsets.is_none() {
+                choice.offsets = texts.offsets();
+            }
             for (row, &id) in update.token_ids.iter().enumerate() {
                 let (ids, values, _) = rows.row(row);
-                choice.logprobs.push(&self.outline.texts, id, Some((ids, values)), count as usize);
+                let own = choice.offsets.as_mut().map_or(0, |offsets| offsets.push(id));
+                let token = Token { id, offset: choice.num_prompt_chars + own, row: Some((ids, values)) };
+                choice.logprobs.push(texts, token, count as usize);
             }
         }
         choice.finish = update.end.map(|end| end.finish_reason);

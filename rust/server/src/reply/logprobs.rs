@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use cbrs_core::LogprobRows;
-use cbrs_text::Tokenizer;
+use cbrs_text::{TextOffsets, Tokenizer};
 
 use super::write;
 
@@ -31,6 +31,11 @@ impl TokenTexts {
             }),
         };
         (text, Some(bytes))
+    }
+
+    /// Counts where tokens of the output begin in the text of a choice; absent without a text.
+    pub(crate) fn offsets(&self) -> Option<TextOffsets> {
+        self.tokenizer.clone().map(|tokenizer| TextOffsets::new(tokenizer, true))
     }
 
     fn text(&self, id: i32) -> String {
@@ -62,14 +67,15 @@ impl TokenTexts {
         }
     }
 
-    /// Appends the log-probabilities of a prompt: `null` for its first token, then an object by id for each.
-    pub(crate) fn write_prompt(&self, rows: &LogprobRows, out: &mut Vec<u8>) {
+    /// Appends the log-probabilities of a prompt: `null` for its first token, then for each an object of itself and at most `count` likely ones, by
+    /// id. There may be more in `rows`.
+    pub(crate) fn write_prompt(&self, rows: &LogprobRows, count: usize, out: &mut Vec<u8>) {
         out.extend_from_slice(b"[null");
         for row in 0..rows.len() {
             let (ids, values, rank) = rows.row(row);
             out.push(b',');
             out.push(b'{');
-            for (place, (&id, &value)) in ids.iter().zip(values).enumerate() {
+            for (place, (&id, &value)) in ids.iter().zip(values).take(count + 1).enumerate() {
                 // The token itself comes first, and again if it is a likely one.
                 if place > 0 && ids[0] == id {
                     continue;
@@ -99,13 +105,21 @@ pub(crate) struct CompletionLogprobs {
     values: Vec<u8>,
     top: Vec<u8>,
     offsets: Vec<u8>,
-    /// Characters of the tokens so far, those that were written before included.
-    offset: usize,
+}
+
+/// A token of a completion.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Token<'a> {
+    pub(crate) id: i32,
+    /// Characters of the choice's text before it.
+    pub(crate) offset: usize,
+    /// Likely ids, itself first, and their values; absent for the first token of a prompt.
+    pub(crate) row: Option<(&'a [i32], &'a [f32])>,
 }
 
 impl CompletionLogprobs {
-    /// Adds a token and at most `count` likely ones; without values it is the first of a prompt.
-    pub(crate) fn push(&mut self, texts: &TokenTexts, id: i32, row: Option<(&[i32], &[f32])>, count: usize) {
+    /// Adds a token and at most `count` likely ones.
+    pub(crate) fn push(&mut self, texts: &TokenTexts, Token { id, offset, row }: Token<'_>, count: usize) {
         for array in [&mut self.tokens, &mut self.values, &mut self.top, &mut self.offsets] {
             if !array.is_empty() {
                 array.push(b',');
@@ -113,8 +127,7 @@ impl CompletionLogprobs {
         }
         let text = texts.text(id);
         write::string(&mut self.tokens, &text);
-        write::integer(&mut self.offsets, self.offset);
-        self.offset += text.chars().count();
+        write::integer(&mut self.offsets, offset);
         match row {
             None => {
                 self.values.extend_from_slice(b"null");
@@ -140,7 +153,7 @@ impl CompletionLogprobs {
         }
     }
 
-    /// Appends the object, and begins a new one that goes on at the same offset.
+    /// Appends the object, and begins a new one.
     pub(crate) fn write(&mut self, out: &mut Vec<u8>) {
         let arrays = [
             ("{\"tokens\":[", &mut self.tokens),

@@ -31,7 +31,8 @@ pub(crate) struct Outline {
     pub(crate) n: usize,
     /// Most likely tokens to tell with each token; absent = nothing about them.
     pub(crate) logprobs: Option<u32>,
-    pub(crate) has_prompt_logprobs: bool,
+    /// The same with each token of the prompt, beside the answer.
+    pub(crate) prompt_logprobs: Option<u32>,
     pub(crate) has_token_ids: bool,
     /// Chunks say `"usage": null`.
     pub(crate) has_usage: bool,
@@ -73,10 +74,15 @@ pub(crate) async fn collect(mut ticket: Ticket, mut answer: impl Answer) -> Resu
     let (mut updates, mut usage) = (Vec::new(), Usage::default());
     loop {
         ticket.take(&mut updates).await;
-        for update in updates.drain(..) {
+        let mut news = updates.drain(..);
+        while let Some(update) = news.next() {
             let error = update.end.as_ref().and_then(|end| ticket.end_error(end));
             let is_over = ticket.note(&update);
             if let Some(error) = error {
+                // They have come, whether anybody wants them or not.
+                news.for_each(|update| {
+                    ticket.note(&update);
+                });
                 return Err(error);
             }
             usage.add(&update);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cbrs_core::LogprobRows;
-use cbrs_text::{Tokenizer, Update};
+use cbrs_text::{TextOffsets, Tokenizer, Update};
 
 /// A prompt, once its first update has come.
 #[derive(Debug)]
@@ -38,4 +38,14 @@ pub(crate) fn text(given: Option<&str>, ids: &[i32], tokenizer: Option<&Tokenize
         Some(text) => text.to_owned(),
         None => tokenizer.map_or_else(String::new, |tokenizer| tokenizer.decode(ids, true)),
     }
+}
+
+/// Where the tokens of a prompt begin in its text, in characters.
+pub(crate) fn offsets(given: Option<&str>, ids: &[i32], tokenizer: Option<&Tokenizer>) -> Vec<usize> {
+    let Some(tokenizer) = tokenizer else { return vec![0; ids.len()] };
+    if let Some(text) = given {
+        return TextOffsets::of_text(tokenizer, text, ids);
+    }
+    let mut offsets = TextOffsets::new(tokenizer.clone(), true);
+    ids.iter().map(|&id| offsets.push(id)).collect()
 }

@@ -2,10 +2,10 @@
 #![allow(clippy::unwrap_used)]
 
 use cbrs_core::{FinishReason, LogprobRows};
-use cbrs_text::{End, TokenIds, Update};
+use cbrs_text::{End, TokenIds, Tokenizer, Update};
 use serde_json::{Value, json};
 
-use super::{Answer, ChatAnswer, CompletionAnswer, Outline, TokenTexts, Usage, write};
+use super::{Answer, ChatAnswer, CompletionAnswer, Echo, Outline, TokenTexts, Usage, write};
 
 fn outline(num_prompts: usize, n: usize, logprobs: Option<u32>) -> Outline {
     Outline {
@@ -15,7 +15,7 @@ fn outline(num_prompts: usize, n: usize, logprobs: Option<u32>) -> Outline {
         num_prompts,
         n,
         logprobs,
-        has_prompt_logprobs: false,
+        prompt_logprobs: None,
         has_token_ids: true,
         has_usage: true,
         texts: TokenTexts::new(None),
@@ -130,7 +130,7 @@ fn a_completion_whole_and_in_chunks() {
             of_second.iter().flat_map(|chunk| chunk["choices"][0]["logprobs"][name].as_array().unwrap()).collect();
         assert_eq!(whole["choices"][1]["logprobs"][name], json!(joined));
     }
-    assert_eq!(whole["choices"][1]["logprobs"]["text_offset"], json!([0, "token_id:1".len()]));
+    assert_eq!(whole["choices"][1]["logprobs"]["text_offset"], json!([0, 0]), "without a tokenizer there is no text");
     assert_eq!(chunks[0]["usage"], Value::Null);
 }
 
@@ -144,4 +144,93 @@ fn strings_are_escaped_and_numbers_finite() {
         write::logprob(&mut out, value);
         assert!((serde_json::from_slice::<f64>(&out).unwrap() - expected).abs() < f64::EPSILON);
     }
+}
+
+/// Ids 0 to 255 are the bytes; then two special tokens.
+fn bytes_and_specials() -> Tokenizer {
+    let letter = |byte: u32| match byte {
+        0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => byte,
+        0x00..=0x20 => 0x100 + byte,
+        0x7F..=0xA0 => 0x121 + byte - 0x7F,
+        _ => 0x143,
+    };
+    let vocab: serde_json::Map<String, Value> =
+        (0..256).map(|byte| (char::from_u32(letter(byte)).unwrap().to_string(), json!(byte))).collect();
+    let added = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let file = json!({"version": "1.0", "added_tokens": [added(256, "<s>"), added(257, "<end>")],
+        "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []}});
+    Tokenizer::from_json(&file.to_string()).unwrap().with_bos("<s>").unwrap()
+}
+
+/// The answer to a prompt with an output of these tokens, each of which is told at once with its log-probabilities.
+fn echoed(given: Option<&str>, prompt: &[i32], output: &[i32]) -> Value {
+    let tokenizer = bytes_and_specials();
+    let outline =
+        Outline { texts: TokenTexts::new(Some(tokenizer.clone())), prompt_logprobs: Some(1), ..outline(1, 1, Some(3)) };
+    let echo = Echo { given: vec![given.map(str::to_owned)], tokenizer: Some(tokenizer.clone()) };
+    let mut answer = CompletionAnswer::new(outline, Some(echo));
+    let mut rows = LogprobRows::default();
+    for &id in &prompt[1..] {
+        rows.push(&[id, id, 65, 66], &[-0.5, -0.5, -1.0, -2.0], 1);
+    }
+    // Text comes when a character is complete, as the engine gives it out.
+    let mut told = 0;
+    for (place, &id) in output.iter().enumerate() {
+        let text = tokenizer.decode(&output[..=place], true);
+        let complete = if place + 1 == output.len() { text.len() } else { text.trim_end_matches('\u{FFFD}').len() };
+        let mut update = update(0, &text[told.min(complete)..complete], id, place + 1 == output.len());
+        told = told.max(complete);
+        if place == 0 {
+            update = with_prompt(update, prompt);
+            update.prompt_logprobs = Some(Box::new(rows.clone()));
+        }
+        answer.add(0, update);
+    }
+    let mut out = Vec::new();
+    answer.write_whole(&Usage::default(), &mut out);
+    serde_json::from_slice::<Value>(&out).unwrap()["choices"][0].clone()
+}
+
+#[test]
+fn text_offsets_point_into_the_text_that_is_returned() {
+    let ids = |text: &str| text.bytes().map(i32::from).collect::<Vec<i32>>();
+    let given = "né<end>你";
+    // As encoded: a BOS that is not in the text, and the special token that is.
+    let prompt = [&[256][..], &ids("né"), &[257], &ids("你")].concat();
+    let output = [&ids("🚀 x")[..], &[257], &ids("ß!"), &[257]].concat();
+    let reference = |parts: &[(&str, usize)]| {
+        // Text of each part, and tokens that begin in it together; a special one that is left out has no text.
+        let (mut at, mut offsets) = (0, Vec::new());
+        for &(text, num_tokens) in parts {
+            offsets.extend(std::iter::repeat_n(at, num_tokens));
+            at += text.chars().count();
+        }
+        offsets
+    };
+    let of_output = [("🚀", 4), (" ", 1), ("x", 1), ("", 1), ("ß", 2), ("!", 1), ("", 1)];
+    let choice = echoed(Some(given), &prompt, &output);
+    assert_eq!(choice["text"], "né<end>你🚀 xß!");
+    let of_given = [("", 1), ("n", 1), ("é", 2), ("<end>", 1), ("你", 3)];
+    assert_eq!(choice["logprobs"]["text_offset"], json!(reference(&[&of_given[..], &of_output].concat())));
+    // Given as ids the prompt is told without its special tokens.
+    let choice = echoed(None, &prompt, &output);
+    assert_eq!(choice["text"], "né你🚀 xß!");
+    let of_ids = [("", 1), ("n", 1), ("é", 2), ("", 1), ("你", 3)];
+    assert_eq!(choice["logprobs"]["text_offset"], json!(reference(&[&of_ids[..], &of_output].concat())));
+    assert_eq!(choice["logprobs"]["tokens"].as_array().unwrap().len(), prompt.len() + output.len());
+}
+
+#[test]
+fn a_prompts_likely_tokens_are_as_many_as_were_asked_for_there() {
+    let choice = echoed(None, &[256, 67, 65], &[68]);
+    let rows = choice["prompt_logprobs"].as_array().unwrap();
+    // One likely token, which is the token itself; beside the answer there are three.
+    let keys: Vec<Vec<&String>> = rows[1..].iter().map(|row| row.as_object().unwrap().keys().collect()).collect();
+    assert_eq!(keys, [["67"], ["65"]]);
+    assert_eq!(choice["logprobs"]["top_logprobs"][1].as_object().unwrap().len(), 3);
 }

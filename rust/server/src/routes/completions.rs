@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use cbrs_core::RequestSpec;
-use cbrs_text::{ChatRequest, TextSpec};
+use cbrs_text::ChatRequest;
 use hyper::header::HeaderValue;
 
 use super::{json, read};
@@ -15,7 +15,7 @@ use crate::app::{App, unix_time};
 use crate::error::ApiError;
 use crate::names::{REQUEST_ID, given_name};
 use crate::reply::{Answer, ChatAnswer, CompletionAnswer, Echo, Outline, TokenTexts, collect};
-use crate::stream::{Submission, begin, event_stream};
+use crate::stream::{Submission, Submitted, Ticket, begin, event_stream, open};
 use crate::wire::{ChatBody, Common, CompletionBody, Prompt, num_bytes};
 
 /// How a request is called.
@@ -41,16 +41,16 @@ impl Name {
         Self { id, given, header, entry }
     }
 
-    /// What is submitted under it.
-    fn submission(
-        self,
-        prompts: Vec<Vec<i32>>,
-        (spec, text): (RequestSpec, TextSpec),
-        common: &Common,
+    /// Opens a ticket under it: from now on the request can be cancelled.
+    fn open(
+        &self,
+        app: &Arc<App>,
         owner: Option<Arc<ApiKey>>,
-    ) -> Submission {
-        let Self { id, given: name, entry, .. } = self;
-        Submission { prompts, spec, text, is_whole: !common.stream, id, name, owner, entry }
+        spec: &RequestSpec,
+        num_prompts: usize,
+    ) -> Result<Ticket, ApiError> {
+        let submitted = Submitted::new(self.id.clone(), self.given.clone(), owner);
+        open(app, submitted, spec, num_prompts, self.entry.as_ref())
     }
 }
 
@@ -90,9 +90,11 @@ async fn complete(app: Arc<App>, request: Request, name: Name) -> Result<Respons
         // The likely tokens of the prompt stand beside those of the output.
         spec.prompt_logprobs = spec.prompt_logprobs.max(completion.logprobs);
     }
+    let ticket = name.open(&app, owner, &spec, num_prompts)?;
     let has_given_text = completion.echo && common.truncate_prompt_tokens.is_none();
     let mut given = vec![None; num_prompts];
     let mut prompts = Vec::with_capacity(num_prompts);
+    let was_tokenized = matches!(completion.prompt, Prompt::Texts(_));
     match completion.prompt {
         Prompt::Ids(lists) => prompts = Prompt::ids(&lists)?,
         Prompt::Texts(texts) => {
@@ -102,13 +104,15 @@ async fn complete(app: Arc<App>, request: Request, name: Name) -> Result<Respons
             for (prompt, given) in texts.into_iter().zip(&mut given) {
                 *given = has_given_text.then(|| prompt.clone());
                 prompts.push(app.engine.encode(prompt, true, max_inline).await?);
+                ticket.submitted().still_wanted()?;
             }
         }
     }
     let tokenizer = app.engine.tokenizer.clone();
     let echo = completion.echo.then_some(Echo { given, tokenizer });
     let outline = outline(&app, &name.id, common, num_prompts, completion.logprobs);
-    let ticket = begin(&app, name.submission(prompts, (spec, text), common, owner))?;
+    let submission = Submission { prompts, was_tokenized, spec, text, is_whole: !common.stream };
+    let ticket = begin(&app, ticket, submission, name.entry)?;
     answer(ticket, CompletionAnswer::new(outline, echo), common).await
 }
 
@@ -124,6 +128,7 @@ async fn chat(app: Arc<App>, request: Request, name: Name) -> Result<Response, A
     spec.sampling.logprobs = chat.logprobs;
     let size = num_bytes(&chat.messages);
     let request = ChatRequest::from_messages(&chat.messages, true);
+    let ticket = name.open(&app, owner, &spec, 1)?;
     let renamed = |error: ApiError| {
         error
             .renamed("prompt", "messages")
@@ -132,12 +137,13 @@ async fn chat(app: Arc<App>, request: Request, name: Name) -> Result<Response, A
     };
     let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
     let outline = outline(&app, &name.id, common, 1, chat.logprobs);
-    let ticket = begin(&app, name.submission(prompts, (spec, text), common, owner)).map_err(renamed)?;
+    let submission = Submission { prompts, was_tokenized: true, spec, text, is_whole: !common.stream };
+    let ticket = begin(&app, ticket, submission, name.entry).map_err(renamed)?;
     answer(ticket, ChatAnswer::new(outline), common).await
 }
 
 /// Streams an answer, or collects it.
-async fn answer(ticket: crate::stream::Ticket, answer: impl Answer, common: &Common) -> Result<Response, ApiError> {
+async fn answer(ticket: Ticket, answer: impl Answer, common: &Common) -> Result<Response, ApiError> {
     if common.stream {
         return Ok(event_stream(ticket, answer, common.has_usage()));
     }
@@ -152,7 +158,7 @@ fn outline(app: &App, id: &str, common: &Common, num_prompts: usize, logprobs: O
         num_prompts,
         n: common.n.unwrap_or(1) as usize,
         logprobs,
-        has_prompt_logprobs: common.prompt_logprobs.is_some(),
+        prompt_logprobs: common.prompt_logprobs,
         has_token_ids: common.return_token_ids,
         has_usage: common.has_usage(),
         texts: TokenTexts::new(app.engine.tokenizer.clone()),

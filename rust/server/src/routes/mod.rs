@@ -9,10 +9,11 @@ mod tokenize;
 use std::sync::Arc;
 
 use axum::body::Body;
-use axum::extract::Request;
+use axum::extract::{FromRequestParts, Path, Request};
 use axum::response::{IntoResponse, Response};
 use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::http::request::Parts;
 use serde::de::DeserializeOwned;
 
 use crate::app::App;
@@ -29,6 +30,18 @@ pub(crate) use tokenize::{detokenize, tokenize};
 
 /// Longer bodies are read on a thread of the pool, where they delay nobody.
 const MAX_INLINE_BODY: usize = 64 << 10;
+
+/// What a route has in place of `{id}`, decoded.
+pub(crate) struct Segment(pub(crate) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Segment {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let decoded = Path::<String>::from_request_parts(parts, state).await;
+        decoded.map(|Path(id)| Self(id)).map_err(|_| ApiError::bad_request("the path is not UTF-8 once it is decoded"))
+    }
+}
 
 /// Reads the body of a request as JSON.
 async fn read<T: DeserializeOwned + Send + 'static>(app: &Arc<App>, request: Request) -> Result<T, ApiError> {

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::Response;
 
-use super::json;
+use super::{Segment, json};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::reply::write;
@@ -19,7 +19,7 @@ pub(crate) async fn models(State(app): State<Arc<App>>) -> Response {
 }
 
 /// `GET /v1/models/{id}`
-pub(crate) async fn model(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+pub(crate) async fn model(State(app): State<Arc<App>>, Segment(id): Segment) -> Result<Response, ApiError> {
     app.check_model(&id)?;
     let mut out = Vec::new();
     write_model(&app, &id, &mut out);

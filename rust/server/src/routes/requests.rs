@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::json;
+use super::{Segment, json};
 use crate::access;
 use crate::app::App;
 use crate::engine::apart;
@@ -15,7 +15,7 @@ use crate::reply::write;
 /// `GET /v1/requests/{id}`: what happened to the last requests of this name.
 pub(crate) async fn request_events(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
     request: Request,
 ) -> Result<Response, ApiError> {
     let caller = access::caller(&request);
@@ -41,14 +41,14 @@ fn not_found(what: &str, id: &str) -> ApiError {
 /// `POST /v1/requests/{id}/cancel`: by the response's id, or by the `x-request-id` that was sent.
 pub(crate) async fn cancel(
     State(app): State<Arc<App>>,
-    Path(id): Path<String>,
+    Segment(id): Segment,
     request: Request,
 ) -> Result<Response, ApiError> {
     let caller = access::caller(&request);
     let mut found = app.names.get(&id);
     found.retain(|request| request.is_visible_to(caller.as_deref()));
-    let num_cancelled = found.iter().filter(|request| request.cancel(&app.engine.submitter)).count();
-    if num_cancelled == 0 {
+    found.retain(|request| request.cancel(&app.engine.submitter));
+    if found.is_empty() {
         return Err(not_found("no live request is called", &id));
     }
     let mut out = b"{\"cancelled\":".to_vec();

@@ -2,65 +2,85 @@
 
 use std::sync::Arc;
 
-use cbrs_core::RequestSpec;
+use cbrs_core::{ListError, RequestSpec};
 use cbrs_text::TextSpec;
+use hyper::StatusCode;
 
-use super::ticket::{Submitted, Ticket};
-use crate::access::ApiKey;
+use super::submitted::Submitted;
+use super::ticket::Ticket;
 use crate::access_log::Entry;
 use crate::app::App;
 use crate::error::ApiError;
-use crate::events::Place;
 
 /// A request that is ready to be submitted.
 #[derive(Debug)]
 pub(crate) struct Submission {
     pub(crate) prompts: Vec<Vec<i32>>,
+    /// They were texts.
+    pub(crate) was_tokenized: bool,
     /// Without a prompt.
     pub(crate) spec: RequestSpec,
     pub(crate) text: TextSpec,
     /// Choices are wanted when they end, not as they come.
     pub(crate) is_whole: bool,
-    /// The id of the response.
-    pub(crate) id: String,
-    /// What the client calls it.
-    pub(crate) name: Option<String>,
-    /// The key that it was sent with.
-    pub(crate) owner: Option<Arc<ApiKey>>,
-    /// Its line of the access log, if there is one.
-    pub(crate) entry: Option<Arc<Entry>>,
 }
 
-/// Submits a request.
+/// Opens a ticket before there is anything to submit: from now on the request can be cancelled by its names.
 ///
 /// # Errors
-/// Why one of its prompts was refused; the others are cancelled then.
-pub(crate) fn begin(app: &Arc<App>, submission: Submission) -> Result<Ticket, ApiError> {
-    let Submission { prompts, mut spec, text, is_whole, id, name, owner, entry } = submission;
-    if let Some(entry) = &entry {
-        entry.set_terms(spec.tenant.as_ref(), app.engine.submitter.class_of(&spec));
+/// 503 while the server is draining, 429 if the tenant's rates would not let its prompts in, whatever is in them.
+pub(crate) fn open(
+    app: &Arc<App>,
+    submitted: Submitted,
+    spec: &RequestSpec,
+    num_prompts: usize,
+    entry: Option<&Arc<Entry>>,
+) -> Result<Ticket, ApiError> {
+    let class = app.engine.submitter.class_of(spec);
+    if let Some(entry) = entry {
+        entry.set_terms(spec.tenant.as_ref(), class);
     }
-    let mut ticket = Ticket::open(app, Submitted::new(id, name, owner), prompts.len())?;
-    let mut place = Place::default();
-    let now_ns = (app.engine.clock)();
-    let last = prompts.len() - 1;
-    for (number, (index, prompt)) in ticket.indices().zip(prompts).enumerate() {
-        let rest = if number == last { std::mem::take(&mut spec) } else { spec.clone() };
-        let mut spec = RequestSpec { prompt_token_ids: prompt, ..rest };
-        let submitting = spec.truncate_prompt(app.engine.submitter.max_model_len()).map_err(ApiError::from);
-        let num_tokens = spec.prompt_token_ids.len();
-        let recipient = app.router.recipient(index, is_whole);
-        let submit = || Ok(app.engine.processor.submit(spec, &text, recipient, now_ns)?);
-        let submitted =
-            submitting.and_then(|()| app.events.submit(&mut place, ticket.submitted(), now_ns, num_tokens, submit));
-        let request = submitted.map_err(|error| at_prompt(error, number, last))?;
-        ticket.submitted().add(request, &app.engine.submitter);
-    }
+    let ticket = Ticket::open(app, submitted, num_prompts)?;
+    app.engine.submitter.check_rates(spec.tenant.as_ref(), class, num_prompts, (app.engine.clock)())?;
+    Ok(ticket)
+}
+
+/// Submits a request under its ticket. Its prompts are checked, hashed and let in together, and no lock is held meanwhile.
+///
+/// # Errors
+/// Why its prompts were refused; none is submitted then. 499 if somebody has cancelled it.
+pub(crate) fn begin(
+    app: &Arc<App>,
+    mut ticket: Ticket,
+    submission: Submission,
+    entry: Option<Arc<Entry>>,
+) -> Result<Ticket, ApiError> {
+    let Submission { prompts, was_tokenized, spec, text, is_whole } = submission;
+    let (engine, num_prompts) = (&app.engine, prompts.len());
+    let (tenant, class) = (spec.tenant.clone(), engine.submitter.class_of(&spec));
+    let now_ns = (engine.clock)();
+    let recipient = app.router.recipient(ticket.indices().start, is_whole);
+    let prepared = engine.processor.prepare_list(spec, prompts, &text, recipient, now_ns).map_err(|refused| {
+        let error = at_prompt(refused, num_prompts);
+        if was_tokenized && error.status == StatusCode::BAD_REQUEST {
+            // It has cost work, as /tokenize does. If that is above the rate, the next one is refused before it costs any.
+            let _ = engine.submitter.charge_request(tenant.as_ref(), class, now_ns);
+        }
+        error
+    })?;
+    // Entered before the engine can tell anything of it.
+    let place = app.events.enter(ticket.submitted(), now_ns, prepared.ids().zip(prepared.prompt_lens()));
+    let submitted = ticket.submitted().submit(prepared);
+    submitted.inspect_err(|_| app.events.withdraw(place))?;
     ticket.log_to(entry);
     Ok(ticket)
 }
 
-/// Names the prompt, if there are several.
-fn at_prompt(error: ApiError, number: usize, last: usize) -> ApiError {
-    if last == 0 { error } else { error.at("prompt", number) }
+/// Names the prompt that was refused, if there are several.
+fn at_prompt(refused: ListError, num_prompts: usize) -> ApiError {
+    let error = ApiError::from(refused.error);
+    match refused.index.filter(|_| num_prompts > 1) {
+        Some(index) => error.at("prompt", index),
+        None => error,
+    }
 }

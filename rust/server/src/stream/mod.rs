@@ -4,9 +4,11 @@ mod begin;
 mod mailbox;
 mod router;
 mod sse;
+mod submitted;
 mod ticket;
 
-pub(crate) use begin::{Submission, begin};
+pub(crate) use begin::{Submission, begin, open};
 pub(crate) use router::Router;
 pub(crate) use sse::event_stream;
-pub(crate) use ticket::{Submitted, Ticket};
+pub(crate) use submitted::Submitted;
+pub(crate) use ticket::Ticket;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cbrs_text::{OutputChannel, Recipient};
 use tokio::sync::Notify;
 
-use super::mailbox::Mailbox;
+use super::mailbox::{Delivered, Mailbox, Rest};
 use crate::events::EventLog;
 
 type Mailboxes = HashMap<u64, Arc<Mailbox>, foldhash::fast::RandomState>;
@@ -51,6 +51,19 @@ impl Router {
         }
     }
 
+    /// Counts what still comes for a response that nobody reads any more; false if nothing will. Its indices close by themselves.
+    pub(super) fn count_rest(&self, mailbox: &Mailbox, rest: Rest) -> bool {
+        // Whoever delivers holds it: what comes is either pending in the mailbox or delivered afterwards.
+        let _mailboxes = self.lock();
+        mailbox.count_rest(rest)
+    }
+
+    /// Drops whatever comes from now on.
+    pub(crate) fn close_all(&self) {
+        let mailboxes = std::mem::take(&mut *self.lock());
+        drop(mailboxes);
+    }
+
     /// Where the processor is to send the updates of `index`; one for each choice, if `is_whole`.
     pub(super) fn recipient(&self, index: u64, is_whole: bool) -> Recipient<'_> {
         Recipient { index, channel: Some(&self.channel), is_whole }
@@ -68,11 +81,13 @@ impl Router {
         let updates = self.channel.take();
         events.note(&updates);
         let mut wakers = Vec::with_capacity(updates.len());
-        let mailboxes = self.lock();
+        let mut mailboxes = self.lock();
         for update in updates {
             // Absent if nobody waits for it any more.
-            if let Some(mailbox) = mailboxes.get(&update.index) {
-                wakers.extend(mailbox.push(update));
+            let Some(mailbox) = mailboxes.get(&update.index) else { continue };
+            match mailbox.push(update) {
+                Delivered::Wake(waker) => wakers.extend(waker),
+                Delivered::Over(indices) => indices.for_each(|index| drop(mailboxes.remove(&index))),
             }
         }
         drop(mailboxes);

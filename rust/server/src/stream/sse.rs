@@ -49,10 +49,16 @@ pub(crate) fn event_stream<A: Answer>(ticket: Ticket, answer: A, has_usage: bool
 impl<A: Answer> EventStream<A> {
     /// Writes what has come; returns whether it was the last.
     fn write(&mut self, ticket: &mut Ticket, out: &mut Vec<u8>) -> bool {
-        for update in self.updates.drain(..) {
+        let mut news = self.updates.drain(..);
+        while let Some(update) = news.next() {
             let error = update.end.as_ref().and_then(|end| ticket.end_error(end));
             let is_over = ticket.note(&update);
             if let Some(error) = error {
+                ticket.note_error(&error);
+                // They have come, whether anybody wants them or not.
+                news.for_each(|update| {
+                    ticket.note(&update);
+                });
                 write_error(&error, out);
                 return true;
             }

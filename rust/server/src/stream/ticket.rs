@@ -1,79 +1,18 @@
 //! A response that is wanted: as long as its ticket lives. Dropping an unfinished one cancels what it submitted.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use cbrs_core::{FinishReason, RequestId, Submitter};
+use cbrs_core::FinishReason;
 use cbrs_text::{End, Update};
 
-use super::mailbox::Mailbox;
-use crate::access::{self, ApiKey};
-use crate::access_log::{Entry, Tally};
+use super::mailbox::{Mailbox, Rest};
+use super::submitted::Submitted;
+use crate::access_log::{CLIENT_CLOSED, Entry, Tally};
 use crate::app::App;
 use crate::error::ApiError;
 use crate::lifecycle::Active;
-
-/// The requests of the core that one HTTP request became, and its names.
-#[derive(Debug)]
-pub(crate) struct Submitted {
-    id: String,
-    /// What the client calls it.
-    name: Option<String>,
-    /// The key that it was sent with, if keys are configured.
-    owner: Option<Arc<ApiKey>>,
-    requests: Mutex<Vec<RequestId>>,
-    is_cancelled: AtomicBool,
-}
-
-impl Submitted {
-    pub(super) fn new(id: String, name: Option<String>, owner: Option<Arc<ApiKey>>) -> Self {
-        Self { id, name, owner, requests: Mutex::default(), is_cancelled: AtomicBool::new(false) }
-    }
-
-    /// The id that the response carries.
-    pub(crate) fn id(&self) -> &str {
-        &self.id
-    }
-
-    /// Whether a caller may see, cancel and read it; for others it does not exist.
-    pub(crate) fn is_visible_to(&self, caller: Option<&ApiKey>) -> bool {
-        access::may_see(caller, self.owner.as_deref())
-    }
-
-    /// All its names.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
-        std::iter::once(self.id.as_str()).chain(self.name.as_deref())
-    }
-
-    /// Adds a request that was submitted; it is cancelled at once if all were.
-    pub(super) fn add(&self, request: RequestId, submitter: &Submitter) {
-        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        requests.push(request);
-        if self.is_cancelled.load(Ordering::Relaxed) {
-            submitter.cancel(request);
-        }
-    }
-
-    /// Asks for the end of all because somebody wants it; returns whether one of them was live.
-    pub(crate) fn cancel(&self, submitter: &Submitter) -> bool {
-        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        // The lock orders it for `add`.
-        self.is_cancelled.store(true, Ordering::Relaxed);
-        cancel(&requests, submitter)
-    }
-
-    /// Asks for the end of all because the server ends, which is what their readers are told.
-    pub(crate) fn cut(&self, submitter: &Submitter) {
-        cancel(&self.requests.lock().unwrap_or_else(PoisonError::into_inner), submitter);
-    }
-}
-
-/// Returns whether one of them was live.
-fn cancel(requests: &[RequestId], submitter: &Submitter) -> bool {
-    requests.iter().filter(|&&request| submitter.cancel(request)).count() > 0
-}
 
 /// Holds a response's place: its names, its mailbox, and its count until its entry takes that over.
 #[derive(Debug)]
@@ -145,21 +84,42 @@ impl Ticket {
 
     /// Why a choice has no proper end, if it has none.
     pub(crate) fn end_error(&self, end: &End) -> Option<ApiError> {
-        end_error(end, self.submitted.is_cancelled.load(Ordering::Relaxed))
+        end_error(end, self.submitted.is_cancelled())
+    }
+
+    /// Notes an error that the reader is told in mid-stream.
+    pub(crate) fn note_error(&self, error: &ApiError) {
+        if let Some(entry) = &self.entry {
+            entry.fail(error.code());
+        }
     }
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
+        self.app.names.remove(&self.submitted);
         if self.num_open > 0 {
             self.submitted.cut(&self.app.engine.submitter);
             self.tally.add_reason(FinishReason::Cancelled);
         }
-        if let Some(entry) = &self.entry {
-            entry.finish(self.tally);
+        if !self.leaves_rest() {
+            self.app.router.close(self.indices.clone());
         }
-        self.app.names.remove(&self.submitted);
-        self.app.router.close(self.indices.clone());
+    }
+}
+
+impl Ticket {
+    /// Tells its line of the access log what came of it, if there is one; returns whether the line waits for more, since it is to tell all that
+    /// the engine has done.
+    fn leaves_rest(&mut self) -> bool {
+        let Some(entry) = self.entry.take() else { return false };
+        if self.num_open == 0 {
+            entry.finish(self.tally);
+            return false;
+        }
+        entry.fail(CLIENT_CLOSED);
+        let rest = Rest { entry, tally: self.tally, num_open: self.num_open, indices: self.indices.clone() };
+        self.app.router.count_rest(&self.mailbox, rest)
     }
 }
 

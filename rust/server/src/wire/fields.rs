@@ -1,5 +1,6 @@
 //! Fields that may have one of several shapes.
 
+use std::collections::HashSet;
 use std::fmt;
 
 use serde::Deserialize;
@@ -110,7 +111,7 @@ impl<'de> Deserialize<'de> for Stops {
     }
 }
 
-/// `logit_bias`: an object of biases by token id, in the order of the body.
+/// `logit_bias`: an object of biases by token id, in the order of the body. However it is written, no id comes twice.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct LogitBias(pub(crate) Vec<(i64, f64)>);
 
@@ -126,12 +127,15 @@ impl<'de> Deserialize<'de> for LogitBias {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<LogitBias, A::Error> {
-                let mut biases = Vec::new();
+                let (mut biases, mut seen) = (Vec::new(), HashSet::new());
                 while let Some(key) = map.next_key::<String>()? {
                     let Ok(id) = key.parse() else {
                         let shown: String = key.chars().take(40).collect();
                         return Err(serde::de::Error::custom(format!("{shown:?} is not a token id")));
                     };
+                    if !seen.insert(id) {
+                        return Err(serde::de::Error::custom(format!("token {id} comes twice")));
+                    }
                     biases.push((id, map.next_value()?));
                 }
                 Ok(LogitBias(biases))

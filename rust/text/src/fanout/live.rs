@@ -45,9 +45,10 @@ pub(super) struct Draft {
 }
 
 impl Draft {
+    /// Without a prompt.
     pub(super) fn new(spec: &RequestSpec, index: u64, arrival_ns: u64) -> Self {
         Self {
-            prompt_token_ids: spec.prompt_token_ids.clone(),
+            prompt_token_ids: Vec::new(),
             n: spec.n,
             num_logprobs: spec.sampling.logprobs,
             has_prompt_logprobs: spec.prompt_logprobs.is_some(),
@@ -56,6 +57,24 @@ impl Draft {
             channel: None,
             is_whole: false,
             hurry: None,
+            arrival_ns,
+        }
+    }
+
+    /// The same for a prompt with an index of its own.
+    pub(super) fn with(&self, prompt_token_ids: Vec<i32>, index: u64) -> Self {
+        let Self { n, num_logprobs, has_prompt_logprobs, is_whole, arrival_ns, .. } = *self;
+        let (stream, channel, hurry) = (self.stream.clone(), self.channel.clone(), self.hurry.clone());
+        Self {
+            prompt_token_ids,
+            n,
+            num_logprobs,
+            has_prompt_logprobs,
+            stream,
+            index,
+            channel,
+            is_whole,
+            hurry,
             arrival_ns,
         }
     }

@@ -30,6 +30,20 @@ pub(super) struct Mailbox {
 #[derive(Debug)]
 pub(super) struct Hurry(Arc<AtomicUsize>);
 
+impl Hurry {
+    fn new(num_hurried: &Arc<AtomicUsize>) -> Self {
+        // The queue of requests, through which the engine learns of those that follow, orders it.
+        num_hurried.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(num_hurried))
+    }
+}
+
+impl Clone for Hurry {
+    fn clone(&self) -> Self {
+        Self::new(&self.0)
+    }
+}
+
 impl Drop for Hurry {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
@@ -71,9 +85,7 @@ impl Mailbox {
 
     /// Has the consumer woken for each output; a request that is submitted later is told of at once.
     pub(super) fn hurry(&self) -> Hurry {
-        // The queue of requests, through which the engine learns of those that follow, orders it.
-        self.num_hurried.fetch_add(1, Ordering::Relaxed);
-        Hurry(Arc::clone(&self.num_hurried))
+        Hurry::new(&self.num_hurried)
     }
 
     /// No further output is taken; the consumer reads what is there and ends.
@@ -195,7 +207,8 @@ mod tests {
     #[test]
     fn each_output_comes_at_once_while_one_request_is_in_a_hurry() {
         let mailbox = Mailbox::default();
-        let hurries = [mailbox.hurry(), mailbox.hurry()];
+        let hurry = mailbox.hurry();
+        let hurries = [hurry.clone(), hurry];
         for (step_id, hurry) in (1..).zip(hurries) {
             assert!(mailbox.publish(&output(step_id, 0)));
             drop(hurry);

@@ -13,6 +13,7 @@ mod event;
 mod finished;
 mod live;
 mod mailbox;
+mod prepared;
 #[cfg(test)]
 mod tests;
 mod timings;
@@ -25,7 +26,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use cbrs_core::fault;
-use cbrs_core::{Error, FinishReason, OutputSink, RequestId, RequestSpec, Result, StepOutput, Submitter};
+use cbrs_core::{Error, FinishReason, ListError, OutputSink, RequestId, RequestSpec, Result, StepOutput, Submitter};
 
 use crate::stream::TextStream;
 use crate::text_spec::TextSpec;
@@ -37,6 +38,7 @@ use finished::FinishedQueue;
 pub use finished::{FinishedChoice, FinishedRequest, StopReason};
 use live::{Draft, LiveRequest, Progress};
 use mailbox::{MailSink, Mailbox};
+pub use prepared::Prepared;
 use timings::Recorder;
 pub use timings::Timings;
 
@@ -141,27 +143,48 @@ impl OutputProcessor {
         if self.is_fork() {
             return Err(Error::Closed);
         }
+        let draft = self.draft(&mut spec, text, recipient, now_ns)?;
+        let reserved = self.shared.submitter.reserve(spec, now_ns)?;
+        let prepared = Prepared::new(self, reserved, &draft, recipient.channel);
+        let id = prepared.ids().next().expect("one was reserved");
+        prepared.submit().map(|()| id)
+    }
+
+    /// Prepares several prompts that come together, all or none, each with the parameters of `spec`; the recipient's index is that of the first,
+    /// and counts up.
+    ///
+    /// # Errors
+    /// Whatever `Submitter::reserve_list` refuses; `Closed` in a forked process; what `TextSpec` can have wrong.
+    pub fn prepare_list<'a>(
+        &'a self,
+        mut spec: RequestSpec,
+        prompts: Vec<Vec<i32>>,
+        text: &TextSpec,
+        recipient: Recipient<'a>,
+        now_ns: u64,
+    ) -> Result<Prepared<'a>, ListError> {
+        let about_all = |error| ListError { index: None, error };
+        if self.is_fork() {
+            return Err(about_all(Error::Closed));
+        }
+        let draft = self.draft(&mut spec, text, recipient, now_ns).map_err(about_all)?;
+        let reserved = self.shared.submitter.reserve_list(&spec, prompts, now_ns)?;
+        Ok(Prepared::new(self, reserved, &draft, recipient.channel))
+    }
+
+    /// What is remembered of requests with these parameters, whatever their prompts.
+    fn draft(&self, spec: &mut RequestSpec, text: &TextSpec, recipient: Recipient<'_>, now_ns: u64) -> Result<Draft> {
         text.validate(self.tokenizer.is_some())?;
         if let Some(tokenizer) = &self.tokenizer {
             text.add_bad_words(tokenizer, &mut spec.bad_words_token_ids)?;
         }
-        spec.truncate_prompt(self.shared.submitter.max_model_len())?;
-        let mut draft = Draft::new(&spec, recipient.index, now_ns);
+        let mut draft = Draft::new(spec, recipient.index, now_ns);
         draft.stream = self.stream(text, spec.sampling.min_tokens);
         draft.is_whole = recipient.is_whole;
         // A stop string ends the request: each token that comes after it is in vain.
         let is_hurried = recipient.is_streamed() || !text.stops.is_empty();
         draft.hurry = is_hurried.then(|| self.shared.mailbox.hurry());
-        let mut live = self.shared.lock_live();
-        if live.is_closed {
-            return Err(Error::Closed);
-        }
-        fault::point("text: submit");
-        draft.channel = recipient.channel.map(|channel| channel.attach(&self.shared)).transpose()?;
-        // The consumer cannot look for this request before it is registered: it needs the lock for that.
-        let id = self.shared.submitter.submit_at(spec, now_ns)?;
-        live.requests.insert(id.as_u64(), LiveRequest::new(id, draft));
-        Ok(id)
+        Ok(draft)
     }
 
     /// As `submit`, with `prompt` as the prompt of `spec`: it is tokenized by this thread, with special tokens.
@@ -321,6 +344,13 @@ impl Shared {
 }
 
 impl Live {
+    /// Forgets requests that the engine has not taken.
+    fn forget(&mut self, ids: &[RequestId]) {
+        for id in ids {
+            self.requests.remove(&id.as_u64());
+        }
+    }
+
     /// Reads what a step output says about requests besides their events: first admissions and prompts.
     fn start(&mut self, output: &StepOutput, timings: &Timings) {
         let started = output.started_request_ids.iter().zip(&output.started_num_cached_tokens);

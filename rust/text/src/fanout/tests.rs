@@ -35,7 +35,7 @@ impl Rig {
         let tokenizer = Tokenizer::from_json(VOCAB).unwrap();
         draft.stream = Some(TextStream::new(tokenizer, StopStrings::new(stops).unwrap(), true));
         draft.channel = channel.map(OutputChannel::sender);
-        let request = Some(LiveRequest::new(RequestId::from_u64(ID), draft));
+        let request = Some(LiveRequest::new(RequestId::from_u64(ID), draft.with(spec.prompt_token_ids.clone(), 7)));
         Self { request, outbox: Outbox::default(), finished: None, timings: Timings::default() }
     }
 

@@ -129,6 +129,40 @@ fn words_encode_to_what_the_crate_gives() {
 }
 
 #[test]
+fn giant_words_encode_to_what_the_crate_gives() {
+    let shared = ["smollm2_tokenizer.json.gz", "gpt2_tokenizer.json.gz"].map(shared);
+    let made = [small(&json!({})), small(&without_digits())];
+    let mut state = 7u64;
+    let mut letters = |alphabet: &str, count: usize| -> String {
+        let alphabet: Vec<char> = alphabet.chars().collect();
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % alphabet.len()
+        };
+        (0..count).map(|_| alphabet[next()]).collect()
+    };
+    let words = [
+        "a".repeat(4_000),
+        "hell".repeat(1_500),
+        letters("ehl", 3_000),
+        letters("abcdefghijklmnopqrstuvwxyz", 6_000),
+        letters("etaoinshrdluéß你好한ไ𝔘", 2_000),
+        letters("!?-_=.…🚀", 2_000),
+        " ".repeat(3_000),
+        "½²Ⅷ".repeat(700),
+    ];
+    for tokenizer in made.iter().chain(shared.iter().flatten()) {
+        for word in &words {
+            for text in [word.clone(), format!("and {word} 2024")] {
+                let expected = tokenizer.encode_by_crate(&text, false).unwrap();
+                assert_eq!(tokenizer.encode(&text, false).unwrap(), expected, "{word:.20}");
+                assert_eq!(tokenizer.encode_in_background(&text, false).unwrap(), expected, "{word:.20}");
+            }
+        }
+    }
+}
+
+#[test]
 fn every_character_of_the_first_planes_encodes_to_what_the_crate_gives() {
     let tokenizer = small(&json!({}));
     let all: Vec<char> = (1..=0x1_FFFF).chain(0x2_F000..=0x2_FFFF).filter_map(char::from_u32).collect();
