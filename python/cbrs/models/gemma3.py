@@ -53,7 +53,8 @@ class Gemma3Layer(LlamaLayer):
         added = self.out(mixed).float()
         hidden = hidden + (added if self.after_attention is None else self.after_attention(added))
         added = self.down(self.gated(self.mlp_norm(hidden))).float()
-        return hidden + (added if self.after_mlp is None else self.after_mlp(added))
+        total: Tensor = hidden + (added if self.after_mlp is None else self.after_mlp(added))
+        return total
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):

@@ -107,17 +107,17 @@ class Linear(nn.Module):
     def _product(self, inputs: Tensor) -> Tensor:
         if self._packed is not None and self._kernels is not None:
             out = torch.empty((inputs.shape[0], self.out_features), dtype=torch.float32)
+            weight, bias = self.parts
             values = inputs.float().contiguous().numpy()
-            bias = None if self.bias is None else self.bias.numpy()
-            self._kernels.linear(out.numpy(), values, self._packed, bias)
+            self._kernels.linear(out.numpy(), values, weight, bias)
             return out.to(inputs.dtype)
-        weight = self._plain
-        if weight is None:
+        plain = self._plain
+        if plain is None:
             raise RuntimeError("a linear layer without weights")
         if self._upcast and inputs.shape[0] >= _UPCAST_FROM_TOKENS:
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(inputs.float(), weight.float(), bias).to(inputs.dtype)
-        return F.linear(inputs, weight, self.bias)
+            offset = None if self.bias is None else self.bias.float()
+            return F.linear(inputs.float(), plain.float(), offset).to(inputs.dtype)
+        return F.linear(inputs, plain, self.bias)
 
 
 class Embedding(nn.Module):

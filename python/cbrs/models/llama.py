@@ -207,6 +207,11 @@ class LlamaForCausalLM(nn.Module):
         embedded: Tensor = self.embedding(token_ids)
         return embedded
 
+    def _layers(self) -> Iterator[LlamaLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, LlamaLayer)
+            yield layer
+
     def native_decoder(
         self, kernels: CpuKernels, key_caches: Sequence[Cache], value_caches: Sequence[Cache]
     ) -> CpuDecoder | None:
@@ -221,7 +226,7 @@ class LlamaForCausalLM(nn.Module):
         config = self.config
         kinds = [index for index, kind in enumerate(self._rotaries) if kind is not None]
         places = [kinds.index(kind) if kind in kinds else None for kind in self._kind_of_layer]
-        layers = zip(self.layers, places, config.sliding_windows, strict=True)
+        layers = zip(self._layers(), places, config.sliding_windows, strict=True)
         return CpuDecoder(
             kernels,
             embedding=embedding,

@@ -19,24 +19,26 @@ from cbrs.runner.attention import cache_view
 if TYPE_CHECKING:
     from cbrs._core import CpuDecoder, CpuKernels
     from cbrs.loading import LoadedModel
+    from cbrs.models.config import ModelConfig
     from cbrs.runner.kv_cache import KVCache
 
 _MAX_KEPT_ROWS = 1024
 """Rows of logits that are kept from step to step; more are for prompt logprobs, and rare."""
 
 _OWN_REFERENCES = 2
-"""References to the buffer while nobody else holds it: the attribute, and the argument of a call."""
+"""References to the buffer while nobody else holds it: the attribute, and a call's argument."""
 
 
 class CpuRunner:
     """A model's native decoder and its KV cache."""
 
-    def __init__(self, decoder: CpuDecoder, kv_cache: KVCache, vocab_size: int) -> None:
-        """Run `decoder`, whose caches are those of `kv_cache`; `vocab_size` is that of the head."""
+    def __init__(self, decoder: CpuDecoder, kv_cache: KVCache, config: ModelConfig) -> None:
+        """Run `decoder`, a model of this shape, whose caches are those of `kv_cache`."""
         self.decoder = decoder
         self.kv_cache = kv_cache
-        self._vocab_size = vocab_size
-        self._buffer: npt.NDArray[np.float32] = np.empty((0, vocab_size), np.float32)
+        self.config = config
+        self._vocab_size = config.vocab_size
+        self._buffer: npt.NDArray[np.float32] = np.empty((0, config.vocab_size), np.float32)
 
     @classmethod
     def make(cls, loaded: LoadedModel, kv_cache: KVCache, kernels: CpuKernels) -> CpuRunner | None:
@@ -47,7 +49,7 @@ class CpuRunner:
             [cache_view(tensor) for tensor in kv_cache.keys],
             [cache_view(tensor) for tensor in kv_cache.values],
         )
-        return None if decoder is None else cls(decoder, kv_cache, loaded.config.vocab_size)
+        return None if decoder is None else cls(decoder, kv_cache, loaded.config)
 
     def forward(self, batch: Any) -> Tensor:
         """Return float32 logits `[num_logits, vocab_size]`; keys and values go to their slots.

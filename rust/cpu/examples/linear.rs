@@ -3,8 +3,6 @@
 //!     cargo run --release -p cbrs-cpu --example linear [threads] [layers]
 #![allow(clippy::print_stdout, reason = "a program")]
 
-use std::time::Duration;
-
 use cbrs_cpu::{Activation, Error, Kernels, LinearArgs, PackedMatrix, Then, WeightsRef};
 
 const WIDTH: usize = 576;
@@ -30,12 +28,12 @@ fn pack(kernels: &Kernels, bf16: bool, out: usize, input: usize, parts: usize) -
     kernels.pack(WeightsRef::F32(&data), out, input, parts)
 }
 
-/// Processor time of this thread so far: with one thread it tells the kernels' speed on a machine that others use, too.
-fn now() -> Duration {
+/// Processor time of this thread so far, in seconds: with one thread it tells the kernels' speed on a machine that others use, too.
+fn now() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a value of the right type.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    time.tv_sec as f64 + 1e-9 * time.tv_nsec as f64
 }
 
 /// One matrix that stays in the last-level cache, in turn with a loop of nothing but multiply-adds.
@@ -49,7 +47,7 @@ fn one_matrix(kernels: &Kernels) -> Result<(), Error> {
             for _ in 0..60 {
                 let started = now();
                 std::hint::black_box(cbrs_cpu::probe::multiply_adds(kernels.isa()));
-                peaks.push((now() - started).as_secs_f64());
+                peaks.push(now() - started);
                 let started = now();
                 let args = LinearArgs {
                     out: &mut result,
@@ -60,7 +58,7 @@ fn one_matrix(kernels: &Kernels) -> Result<(), Error> {
                     then: Then::Store,
                 };
                 kernels.linear(args)?;
-                times.push((now() - started).as_secs_f64());
+                times.push(now() - started);
             }
             times.sort_by(f64::total_cmp);
             peaks.sort_by(f64::total_cmp);
@@ -122,7 +120,7 @@ fn main() -> Result<(), Error> {
                     linear(&mut hidden, &inner, num_rows, &layer.down, Then::Store)?;
                 }
                 linear(&mut logits, &hidden[..num_logits * WIDTH], num_logits, &head, Then::Store)?;
-                times.push((now() - started).as_secs_f64());
+                times.push(now() - started);
             }
             times.sort_by(f64::total_cmp);
             let time = times[times.len() / 2];

@@ -246,6 +246,7 @@ impl Team<'_> {
     /// Runs `work(thread, item)` for each item below `num_items`, on all threads if `parallel`, else on the calling one.
     ///
     /// Items are handed out in ascending order. A panic of an item is passed on after all others have ended.
+    #[allow(clippy::transmute_ptr_to_ptr, reason = "a cast cannot lengthen the lifetime in the type")]
     pub(crate) fn run(&self, num_items: usize, parallel: bool, work: impl Fn(usize, usize) + Sync) {
         let is_countable = u32::try_from(num_items).is_ok();
         if !parallel || num_items <= 1 || self.num_threads == 1 || !is_countable {

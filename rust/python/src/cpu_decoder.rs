@@ -120,9 +120,9 @@ impl CpuDecoder {
             "gelu_tanh" => Activation::GeluTanh,
             other => return Err(PyValueError::new_err(format!("activation {other:?} is neither silu nor gelu_tanh"))),
         };
-        let rotaries = rotaries.iter().map(|(frequencies, magnitude)| {
-            let inverse_frequencies = vector(frequencies, "inverse frequencies")?;
-            Ok(Rotary { inverse_frequencies, magnitude: *magnitude })
+        let rotaries = rotaries.into_iter().map(|(frequencies, magnitude)| {
+            let inverse_frequencies = vector(&frequencies, "inverse frequencies")?;
+            Ok(Rotary { inverse_frequencies, magnitude })
         });
         let shape =
             DecoderShape { num_heads, num_kv_heads, head_dim, attention_scale, norm_eps, embedding_scale, activation };
@@ -131,7 +131,7 @@ impl CpuDecoder {
             embedding: Arc::clone(embedding.matrix()),
             head: Arc::clone(head.matrix()),
             final_norm: vector(final_norm, "final_norm")?,
-            layers: layers.iter().map(|layer| layer.layer.clone()).collect(),
+            layers: layers.into_iter().map(|layer| layer.layer.clone()).collect(),
             rotaries: rotaries.collect::<PyResult<_>>()?,
         });
         let this = Self { kernels, decoder: decoder.map_err(value_error)?, key_caches, value_caches };

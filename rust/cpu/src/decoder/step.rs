@@ -143,7 +143,9 @@ impl Step<'_> {
                 let read = self.parts.embedding.read_feature(token_ids[token] as usize, row);
                 debug_assert!(read.is_ok(), "the tokens were checked");
                 if scale.to_bits() != 1f32.to_bits() {
-                    row.iter_mut().for_each(|number| *number *= scale);
+                    for number in row {
+                        *number *= scale;
+                    }
                 }
             }
         });
@@ -242,8 +244,8 @@ impl Step<'_> {
         workspace: &mut Workspace,
     ) -> Result<()> {
         match caches {
-            [CacheMut::F32(key), CacheMut::F32(value)] => self.attend_over(layer, batch, &**key, &**value, workspace),
-            [CacheMut::Bf16(key), CacheMut::Bf16(value)] => self.attend_over(layer, batch, &**key, &**value, workspace),
+            [CacheMut::F32(key), CacheMut::F32(value)] => self.attend_over(layer, batch, key, value, workspace),
+            [CacheMut::Bf16(key), CacheMut::Bf16(value)] => self.attend_over(layer, batch, key, value, workspace),
             _ => return Err(Error::CacheTypes),
         }
         Ok(())

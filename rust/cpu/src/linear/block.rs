@@ -152,6 +152,7 @@ impl<'a> Product<'a> {
     ///
     /// # Safety
     /// The CPU has the instruction set of `S`, for which the matrix is packed; the product passed its check.
+    #[allow(clippy::large_stack_arrays, reason = "24 KiB, of threads with 2 MiB")]
     #[inline(always)]
     unsafe fn run_item<S: Simd, W: Weight>(&self, data: &[W], cut: &Cut, item: usize) {
         let (rows, mut panels) = cut.item(item, self.num_rows);
@@ -202,7 +203,7 @@ impl<'a> Product<'a> {
                 let biases = [biases[0].as_ref(), biases[1].as_ref()];
                 return store_gated::<S>(sums, rows.len(), biases, to, activation);
             }
-            for index in 0..1 + usize::from(has_two) {
+            for index in 0..=usize::from(has_two) {
                 let to = self.destination(rows.start, panels[index]);
                 let adds = self.then == Then::Add;
                 store::<S>(sums[index], rows.len(), biases[index].as_ref(), to, adds);
