@@ -57,6 +57,16 @@ def test_logits_equal_the_reference(
     assert float(case.expected.std()) > 0.5  # a reference that says something
 
 
+@pytest.mark.parametrize("name", kit.FAMILIES)
+def test_torch_alone_equals_the_reference_too(name: str, case_of: Callable[[str], Case]) -> None:
+    case = case_of(name)
+    assert case.loaded.path is not None
+    plain = load(case.loaded.path, pack=False)
+    assert plain.kernels is None
+    found = logits_of(plain, TOKENS, chunks=(100, 1, 1, 30))
+    assert largest(found - case.expected) < 1e-4
+
+
 @pytest.mark.parametrize("name", WINDOWED)
 def test_i18_a_small_window_sees_what_the_reference_sees(name: str, tmp_path: Path) -> None:
     folder = kit.family(tmp_path, name, sliding_window=8)
@@ -148,9 +158,9 @@ class Unchanged(torch.nn.Module):
         return values
 
 
-def unbiased(cls: Any, weights: Any, prefixes: Any, bias: bool) -> Any:
+def unbiased(cls: Any, weights: Any, prefixes: Any, bias: bool, num_parts: int = 1) -> Any:
     matrices = [weights.read(f"{prefix}.weight") for prefix in prefixes]
-    return layers.Linear(torch.cat(matrices), pack=False)
+    return layers.Linear(torch.cat(matrices))
 
 
 CODE: dict[str, tuple[str, Any, str, Any]] = {
@@ -190,7 +200,7 @@ def test_a_feature_that_was_left_out_would_show(
     expected = case_of(name).expected
     folder = kit.family(tmp_path, name)
     monkeypatch.setattr(place, attribute, instead)
-    without = load(folder)
+    without = load(folder, pack=False)  # what was replaced is torch's
     assert largest(logits_of(without, TOKENS) - expected) > 0.01
 
 

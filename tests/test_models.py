@@ -10,11 +10,14 @@ import torch
 from batches import Chunk, Tables
 from references import TOKENS, assert_equals_reference, load, logits_of, reference_logits
 
+from cbrs._core import CpuKernels
 from cbrs.errors import ModelLoadError
 from cbrs.loading import choose_dtype, load_model
 from cbrs.models.layers import Linear, native_bfloat16
 from cbrs.models.null import NullModel
-from cbrs.runner.model_runner import make_runner
+from cbrs.runner.attention import CpuAttention
+from cbrs.runner.kv_cache import KVCache
+from cbrs.runner.model_runner import ModelRunner, make_runner
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
@@ -176,6 +179,45 @@ def test_chain_emits_its_script(tmp_path: Path) -> None:
     assert int(logits_of(loaded, [77])[-1].argmax()) == kit.EOS
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_steps_equal_torch_on_the_same_packed_weights(
+    dtype: str, tiny_checkpoint: Path
+) -> None:
+    loaded = load(tiny_checkpoint, dtype)
+    tables = Tables(3, 128)
+    config = loaded.config
+    cache = KVCache(
+        config.num_layers,
+        tables.num_blocks,
+        16,
+        config.num_kv_heads,
+        config.head_dim,
+        loaded.dtype,
+        poison=True,
+    )
+    runner = ModelRunner(loaded, cache, CpuAttention(config, cache, 1))
+    found = runner.forward(tables.batch([Chunk(1, TOKENS[:60], 0)]))
+    native = logits_of(loaded, TOKENS[:60])
+    # The torch modules round every activation to bfloat16, the native steps none.
+    limit = 1e-4 if dtype == "float32" else 0.05 * float(native.std())
+    assert float((found - native).abs().mean()) < limit
+
+
+def test_the_logits_of_a_step_stay_while_they_are_held(tiny_checkpoint: Path) -> None:
+    loaded = load(tiny_checkpoint)
+    tables = Tables(3, 64)
+    runner, _ = make_runner(loaded, num_blocks=tables.num_blocks, block_size=16, num_threads=1)
+    first = runner.forward(tables.batch([Chunk(0, TOKENS[:8], 0)]))
+    kept = first.clone()
+    second = runner.forward(tables.batch([Chunk(0, TOKENS[8:16], 8)]))
+    assert torch.equal(first, kept)
+    assert first.data_ptr() != second.data_ptr()
+    place = second.data_ptr()
+    del second
+    third = runner.forward(tables.batch([Chunk(0, TOKENS[16:24], 16)]))
+    assert third.data_ptr() == place  # nobody held it
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 17])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_product_equals_the_plain_one(num_tokens: int, has_bias: bool) -> None:
@@ -184,23 +226,26 @@ def test_packed_product_equals_the_plain_one(num_tokens: int, has_bias: bool) ->
     bias = torch.randn(96, generator=generator) if has_bias else None
     inputs = torch.randn(num_tokens, 40, generator=generator)
     residual = torch.randn(num_tokens, 96, generator=generator)
-    packed, plain = Linear(weight, bias), Linear(weight, bias, pack=False)
-    assert not plain.is_packed
+    packed, plain = Linear(weight, bias, kernels=CpuKernels(2)), Linear(weight, bias)
+    assert packed.packed is not None
+    assert plain.packed is None
     with torch.inference_mode():
         for extra in (None, residual):
             difference = packed(inputs, extra) - plain(inputs, extra)
             assert float(difference.abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 17])
-def test_bfloat16_product_is_near_the_exact_one(num_tokens: int) -> None:
+def test_bfloat16_product_is_near_the_exact_one(num_tokens: int, pack: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     weight = torch.randn(96, 40, generator=generator).bfloat16()
     inputs = torch.randn(num_tokens, 40, generator=generator).bfloat16()
     exact = inputs.double() @ weight.double().T
+    linear = Linear(weight, kernels=CpuKernels(1) if pack else None)
     with torch.inference_mode():
-        out = Linear(weight)(inputs)
-        total = Linear(weight)(inputs, torch.ones(num_tokens, 96))
+        out = linear(inputs)
+        total = linear(inputs, torch.ones(num_tokens, 96))
     assert out.dtype == torch.bfloat16
     assert total.dtype == torch.float32
     assert float((out.double() - exact).abs().max()) <= float(exact.abs().max()) / 128

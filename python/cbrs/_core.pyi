@@ -13,8 +13,10 @@ __all__ = [
     "ApiKey",
     "Batch",
     "CbrsError",
+    "CpuDecoder",
     "CpuKernels",
     "DeadlineExceededError",
+    "DecoderLayer",
     "EngineClosedError",
     "EngineDeadError",
     "FinishedChoice",
@@ -30,6 +32,7 @@ __all__ = [
     "OutputChannel",
     "OutputProcessor",
     "OverloadedError",
+    "PackedLinear",
     "PromptTooLongError",
     "SafetensorsCheckpoint",
     "Scheduler",
@@ -1138,7 +1141,7 @@ class SafetensorsCheckpoint:
 
 @final
 class CpuKernels:
-    """KV write, attention and sampling on the CPU, with threads that sleep while there is no work.
+    """Products, KV write, attention and sampling on the CPU, on threads that sleep without work.
 
     Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or
     of
@@ -1149,6 +1152,34 @@ class CpuKernels:
     @property
     def num_threads(self) -> int:
         """Threads that work on a call, the calling one included."""
+    def pack(
+        self,
+        weight: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
+        num_parts: SupportsIndex = 1,
+    ) -> PackedLinear:
+        """Packs weights `[out_features, in_features]`, float32 or uint16 that holds bf16 bits.
+
+        `num_parts=2` is for gate and up projection in one matrix. The array is not kept. Raises
+        ValueError for a bad shape or dtype.
+        """
+    def linear(
+        self,
+        out: npt.NDArray[np.float32],
+        input: npt.NDArray[np.float32],
+        weight: PackedLinear,
+        bias: npt.NDArray[np.float32] | None = None,
+        add: bool = False,
+    ) -> None:
+        """Multiplies `input` `[num_rows, in_features]` with packed weights.
+
+        Fills `out` `[num_rows, out_features]`, or adds to it. Each row's result depends on that row
+        only, bit for bit. Raises ValueError for a bad shape or dtype before anything is written.
+        """
+    def measure_rates(self, repeat: SupportsIndex) -> tuple[float, float]:
+        """Measures floating-point operations and bytes read a second that the threads reach.
+
+        Takes 512 MiB and some tens of milliseconds per repetition; the medians are returned.
+        """
     def write_kv(
         self,
         key: npt.NDArray[np.float32],
@@ -1236,6 +1267,98 @@ class CpuKernels:
         `num_logprobs` `[N]` is how many of the latter each row wants; -1 = the row is left out.
         Returns ids and log-probabilities `[N, 1 + K]` and ranks `[N]`, where `K` is the largest of
         `num_logprobs`. Raises ValueError for a bad shape, dtype or index before anything is read.
+        """
+
+@final
+class PackedLinear:
+    """Weights of a linear layer in the order in which the CPU kernels read them."""
+
+    @property
+    def out_features(self) -> int:
+        """Outputs of a product."""
+    @property
+    def in_features(self) -> int:
+        """Inputs of a product."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory."""
+    def rows(self, out: npt.NDArray[np.float32], ids: Int32Array) -> None:
+        """Writes the weights of the output features `ids` to `out` `[len(ids), in_features]`.
+
+        Such as the embeddings of tokens. Raises ValueError for a bad shape, dtype or id.
+        """
+
+@final
+class DecoderLayer:
+    """One layer of a `CpuDecoder`: its weights, norms and kind of positions."""
+
+    def __new__(
+        cls,
+        *,
+        qkv: tuple[PackedLinear, npt.NDArray[np.float32] | None],
+        out: tuple[PackedLinear, npt.NDArray[np.float32] | None],
+        gate_up: tuple[PackedLinear, npt.NDArray[np.float32] | None],
+        down: tuple[PackedLinear, npt.NDArray[np.float32] | None],
+        attention_norm: npt.NDArray[np.float32],
+        mlp_norm: npt.NDArray[np.float32],
+        after_attention: npt.NDArray[np.float32] | None = None,
+        after_mlp: npt.NDArray[np.float32] | None = None,
+        head_norms: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None,
+        rotary: SupportsIndex | None = None,
+        sliding_window: SupportsIndex | None = None,
+    ) -> DecoderLayer: ...
+
+@final
+class CpuDecoder:
+    """A decoder model with its KV cache: a batch's tokens to logits in one call.
+
+    Weights and caches may be float32 or bf16; everything between is float32. A token's result
+    depends on its own sequence only, bit for bit. One call runs at a time.
+    """
+
+    def __new__(
+        cls,
+        kernels: CpuKernels,
+        *,
+        embedding: PackedLinear,
+        head: PackedLinear,
+        final_norm: npt.NDArray[np.float32],
+        layers: Sequence[DecoderLayer],
+        rotaries: Sequence[tuple[npt.NDArray[np.float32], float]],
+        key_caches: Sequence[npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
+        value_caches: Sequence[npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
+        num_heads: SupportsIndex,
+        num_kv_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        attention_scale: float,
+        norm_eps: float,
+        embedding_scale: float,
+        activation: str,
+    ) -> CpuDecoder: ...
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all packed weights."""
+    def forward(
+        self,
+        logits: npt.NDArray[np.float32],
+        token_ids: Int32Array,
+        positions: Int32Array,
+        logits_index: Int32Array,
+        slot_mapping: npt.NDArray[np.int64],
+        block_tables: Int32Array,
+        row_ids: Int32Array,
+        query_start: Int32Array,
+        seq_lens: Int32Array,
+    ) -> None:
+        """Runs a batch; fills `logits` `[len(logits_index), vocab_size]`.
+
+        The other arrays are those of a `Batch`. Raises ValueError for a bad shape, dtype or index
+        before anything is written.
+        """
+    def take_times(self) -> tuple[int, float, float, float]:
+        """Returns where the time of the steps since the last call went.
+
+        The number of steps, then seconds of linear layers, of attention, and of the rest.
         """
 
 def cpu_features() -> dict[str, bool | str]:

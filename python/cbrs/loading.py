@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cbrs import hub
-from cbrs._core import GgufFile, SafetensorsCheckpoint, Tokenizer
+from cbrs._core import CpuKernels, GgufFile, SafetensorsCheckpoint, Tokenizer
 from cbrs.models import config_from_gguf, config_from_hf, model_class
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error, read_json, read_text
@@ -44,7 +44,8 @@ class LoadedModel:
 
     `vocab_size` is the number of ids that may be sampled: the tokenizer's, which can be smaller
     than the padded `config.vocab_size`. `tokenizer` is None for a folder that has none; such a
-    model takes and gives token ids only. `path` is None for `null`.
+    model takes and gives token ids only. `path` is None for `null`. `kernels` are the native ones
+    that the weights are packed for, with their threads; None where the weights are plain.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LoadedModel:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
+    kernels: CpuKernels | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -108,8 +110,9 @@ def load_model(
     """Load a model to run on `device` in `dtype`, with its tokenizer or the one of `tokenizer`.
 
     `auto` is the first CUDA device if there is one, and bfloat16 where the device computes in it,
-    else float32. `num_threads` sets torch's CPU threads, which the process shares; None leaves
-    them. `pack=False` keeps the plain weights, as a reference for the packed ones.
+    else float32. `num_threads` is for the native kernels, None one per core that this process may
+    use; it also sets torch's CPU threads, which the process shares. `pack=False` keeps the plain
+    weights and runs them with torch, as a reference for the packed ones.
 
     Raises:
         ModelLoadError: no such model, or a checkpoint that is malformed or not supported.
@@ -124,9 +127,12 @@ def load_model(
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if isinstance(path, str):
         return _load_null(name, chosen, target, given)
+    kernels = None
+    if pack and target.type == "cpu":
+        kernels = CpuKernels(num_threads or len(os.sched_getaffinity(0)))
     if path.is_dir():
-        return _load_folder(name, path, chosen, target, pack, given)
-    return _load_gguf(name, path, chosen, target, pack, given)
+        return _load_folder(name, path, chosen, target, kernels, given)
+    return _load_gguf(name, path, chosen, target, kernels, given)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
@@ -202,7 +208,7 @@ def _load_gguf(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    pack: bool,
+    kernels: CpuKernels | None,
     given: Tokenizer | None,
 ) -> LoadedModel:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
@@ -213,12 +219,12 @@ def _load_gguf(
     tokenizer = given or _gguf_tokenizer(source, path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path)
     convert = partial(family.convert_gguf, config)
-    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, pack=pack)
+    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, kernels=kernels)
     tensors = family.expected_tensors(config)
     expected = ((name, family.gguf_name(name), shape) for name, shape in tensors)
     weights.check(expected, optional=family.gguf_factors)
     module = family(config, weights)
-    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device)
+    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device, kernels)
 
 
 def _load_folder(
@@ -226,7 +232,7 @@ def _load_folder(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    pack: bool,
+    kernels: CpuKernels | None,
     given: Tokenizer | None,
 ) -> LoadedModel:
     values = read_json(path / "config.json")
@@ -240,7 +246,7 @@ def _load_folder(
     tokenizer = given or _folder_tokenizer(path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path / "tokenizer.json")
     convert = partial(family.convert_hf, config)
-    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, pack=pack)
+    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, kernels=kernels)
     stored_head = f"{HEAD}.weight"
     tied = config.tie_word_embeddings and stored_head in source.tensor_names
     expected = ((name, name, shape) for name, shape in family.expected_tensors(config))
@@ -248,7 +254,7 @@ def _load_folder(
     if tied:
         weights.require_equal(f"{EMBEDDING}.weight", stored_head)
     module = family(config, weights)
-    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device)
+    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device, kernels)
 
 
 def _no_weights(path: Path) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cbrs._core import CpuKernels
 from cbrs.models.fields import load_error
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -48,16 +49,16 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        pack: bool = True,
+        kernels: CpuKernels | None = None,
     ) -> None:
-        """Read from `source`, which was opened at `path`; `pack` as in `models.layers.Weights`.
+        """Read from `source`, which was opened at `path`; `kernels` as in `models.layers.Weights`.
 
         `convert` gets the Hugging Face name and the stored values of a tensor and returns those
         that the model uses.
         """
         self.dtype = dtype
         self.device = device
-        self.pack = pack
+        self.kernels = kernels
         self._source = source
         self._path = path
         self._convert = convert

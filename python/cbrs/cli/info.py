@@ -70,17 +70,15 @@ def _torch_info() -> dict[str, Any] | None:
     except ModuleNotFoundError:
         return None
     from cbrs.loading import choose_device, choose_dtype
-    from cbrs.models.layers import Linear
 
     device = choose_device("auto")
     dtype = choose_dtype("auto", device)
-    linear = Linear(torch.zeros((16, 16), dtype=dtype, device=device))
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "linear": "oneDNN, packed" if linear.is_packed else "torch",
+        "linear": "native, packed" if device.type == "cpu" else "torch",
     }
 
 

@@ -50,13 +50,11 @@ class Gemma3Layer(LlamaLayer):
     def forward(self, hidden: Tensor, angles: Angles | None, attention: Attention) -> Tensor:
         """Return the layer's output, float32 `[num_tokens, hidden_size]` as `hidden` is."""
         mixed = self.attend(self.attention_norm(hidden), angles, attention)
-        hidden = hidden + self.after_attention(self.out(mixed).float())
-        inner = self.gated(self.mlp_norm(hidden))
-        return hidden + self.after_mlp(self.down(inner).float())  # type: ignore[no-any-return]
-
-    def place(self, heads: Tensor, angles: Angles | None) -> Tensor:
-        """Norm queries and keys, then give them their positions."""
-        return super().place(self.head_norm(heads), angles)
+        added = self.out(mixed).float()
+        hidden = hidden + (added if self.after_attention is None else self.after_attention(added))
+        added = self.down(self.gated(self.mlp_norm(hidden))).float()
+        total: Tensor = hidden + (added if self.after_mlp is None else self.after_mlp(added))
+        return total
 
 
 class Gemma3ForCausalLM(LlamaForCausalLM):

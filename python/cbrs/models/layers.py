@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cbrs._core import CpuKernels, PackedLinear
 from cbrs.models.rope import Rotary, inverse_frequencies
 
 _UPCAST_FROM_TOKENS = 4
@@ -32,8 +35,8 @@ class Weights(Protocol):
         """Device that the model runs on."""
 
     @property
-    def pack(self) -> bool:
-        """Whether linear layers may store their weights in the layout the CPU is fastest with."""
+    def kernels(self) -> CpuKernels | None:
+        """Native kernels that linear layers pack their weights for; None keeps them plain."""
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
@@ -42,18 +45,29 @@ class Weights(Protocol):
 class Linear(nn.Module):
     """`x W^T + b`, where W may hold several projections of the same input, one after the other.
 
-    On the CPU the matrix is repacked once for oneDNN and the plain copy dropped. Where that is not
-    possible the plain matrix is used, which is also the reference that the packed path is tested
+    On the CPU the matrix is packed once for the native kernels and the plain copy dropped. Without
+    kernels the plain matrix is used, which is also the reference that the packed path is tested
     against.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
-        """Take `weight` `[out_features, in_features]` and `bias` `[out_features]`."""
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        kernels: CpuKernels | None = None,
+        num_parts: int = 1,
+    ) -> None:
+        """Take `weight` `[out_features, in_features]` and `bias` `[out_features]`.
+
+        `num_parts=2` is for gate and up projection, which the kernels can combine.
+        """
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self._packed = _packed(weight) if pack else None
+        self._kernels = kernels
+        self._packed = None if kernels is None else kernels.pack(to_array(weight), num_parts)
         self._plain = weight if self._packed is None else None
+        self.bias = bias if self._packed is None or bias is None else bias.float()
         self._upcast = (
             self._packed is None
             and weight.device.type == "cpu"
@@ -62,38 +76,88 @@ class Linear(nn.Module):
         )
 
     @classmethod
-    def read(cls, weights: Weights, prefixes: Sequence[str], bias: bool) -> "Linear":
+    def read(
+        cls, weights: Weights, prefixes: Sequence[str], bias: bool, num_parts: int = 1
+    ) -> "Linear":
         """Read the projections called `prefixes` into one matrix, without a second copy of it."""
         matrix = _join([weights.read(f"{prefix}.weight") for prefix in prefixes])
         offset = _join([weights.read(f"{prefix}.bias") for prefix in prefixes]) if bias else None
-        return cls(matrix, offset, pack=weights.pack)
+        return cls(matrix, offset, kernels=weights.kernels, num_parts=num_parts)
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weights lie in the packed layout."""
-        return self._packed is not None
+    def packed(self) -> PackedLinear | None:
+        """The weights as the native kernels read them, if they are packed."""
+        return self._packed
+
+    @property
+    def parts(self) -> tuple[PackedLinear, npt.NDArray[np.float32] | None]:
+        """Packed weights and bias, for a native decoder."""
+        if self._packed is None:
+            raise RuntimeError("the layer's weights are not packed")
+        return self._packed, None if self.bias is None else self.bias.numpy()
 
     def forward(self, inputs: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return `[num_tokens, out_features]`, plus `residual` of that shape if given.
 
         The product has the type of `inputs`; a float32 `residual` makes the sum float32.
         """
-        fused = residual is not None and residual.dtype == inputs.dtype
-        if self._packed is not None and fused:
-            return _packed_sum(inputs, self._packed, self.bias, residual)
         out = self._product(inputs)
         return out if residual is None else residual + out
 
     def _product(self, inputs: Tensor) -> Tensor:
-        if self._packed is not None:
-            return _packed_product(inputs, self._packed, self.bias)
-        weight = self._plain
-        if weight is None:
+        if self._packed is not None and self._kernels is not None:
+            out = torch.empty((inputs.shape[0], self.out_features), dtype=torch.float32)
+            weight, bias = self.parts
+            values = inputs.float().contiguous().numpy()
+            self._kernels.linear(out.numpy(), values, weight, bias)
+            return out.to(inputs.dtype)
+        plain = self._plain
+        if plain is None:
             raise RuntimeError("a linear layer without weights")
         if self._upcast and inputs.shape[0] >= _UPCAST_FROM_TOKENS:
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(inputs.float(), weight.float(), bias).to(inputs.dtype)
-        return F.linear(inputs, weight, self.bias)
+            offset = None if self.bias is None else self.bias.float()
+            return F.linear(inputs.float(), plain.float(), offset).to(inputs.dtype)
+        return F.linear(inputs, plain, self.bias)
+
+
+class Embedding(nn.Module):
+    """The rows of a table by token, packed like a linear layer's weights or plain."""
+
+    def __init__(self, table: Tensor, *, kernels: CpuKernels | None = None) -> None:
+        """Take `table` `[vocab_size, hidden_size]`."""
+        super().__init__()
+        self.packed = None if kernels is None else kernels.pack(to_array(table))
+        self._plain = table if self.packed is None else None
+        self.dtype = table.dtype
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return float32 `[num_tokens, hidden_size]` for int32 ids."""
+        if self.packed is not None:
+            out = torch.empty((len(token_ids), self.packed.in_features), dtype=torch.float32)
+            self.packed.rows(out.numpy(), token_ids.numpy())
+            return out
+        return F.embedding(token_ids, self.plain).float()
+
+    @property
+    def plain(self) -> Tensor:
+        """The table, if it is not packed."""
+        if self._plain is None:
+            raise RuntimeError("the table is packed")
+        return self._plain
+
+
+class TiedHead(Linear):
+    """A head that is the packed embedding, so that it takes no memory of its own."""
+
+    def __init__(self, embedding: Embedding, kernels: CpuKernels) -> None:
+        """Multiply with the rows of `embedding`."""
+        nn.Module.__init__(self)
+        if embedding.packed is None:
+            raise RuntimeError("the embedding is not packed")
+        self.out_features = embedding.packed.out_features
+        self.in_features = embedding.packed.in_features
+        self._kernels, self._packed, self._plain = kernels, embedding.packed, None
+        self.bias, self._upcast = None, False
 
 
 class RMSNorm(nn.Module):
@@ -123,6 +187,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         query = weights.read(f"{prefix}.q_norm.weight", torch.float32)
         key = weights.read(f"{prefix}.k_norm.weight", torch.float32)
+        self.query, self.key = query, key
         # One row a head, so that queries and keys are scaled by one product.
         self.weight = torch.cat([query.expand(num_heads, -1), key.expand(num_kv_heads, -1)])
         self.eps = eps
@@ -142,16 +207,16 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, rotary: Rotary, device: torch.device) -> None:
         """Compute the frequencies of `rotary`."""
         super().__init__()
-        self._frequencies = torch.from_numpy(inverse_frequencies(rotary)).to(device)
-        self._magnitude = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
+        self.frequencies = torch.from_numpy(inverse_frequencies(rotary)).to(device)
+        self.magnitude = 1.0 if rotary.scaling is None else rotary.scaling.attention_factor
 
     def forward(self, positions: Tensor) -> "Angles":
         """Return the angles of int32 positions `[num_tokens]`."""
-        angles = torch.outer(positions.float(), self._frequencies).unsqueeze(1)
+        angles = torch.outer(positions.float(), self.frequencies).unsqueeze(1)
         cosine, sine = angles.cos(), angles.sin()
-        if self._magnitude != 1.0:
-            cosine.mul_(self._magnitude)
-            sine.mul_(self._magnitude)
+        if self.magnitude != 1.0:
+            cosine.mul_(self.magnitude)
+            sine.mul_(self.magnitude)
         return cosine, sine
 
 
@@ -196,25 +261,10 @@ def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _packed(weight: Tensor) -> Tensor | None:
-    """Return `weight` in oneDNN's layout, or None where torch or the CPU cannot use it."""
-    usable = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bfloat16())
-    if weight.device.type != "cpu" or not usable or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None  # a torch build without this operator
-    return packed
-
-
-def _packed_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
-    return out
-
-
-def _packed_sum(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, residual, weight, bias, "add")
-    return out
+def to_array(tensor: Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+    """Return a CPU tensor's memory as the native kernels take it; bfloat16 as its bits."""
+    if tensor.dtype == torch.bfloat16:
+        bits: npt.NDArray[np.uint16] = tensor.contiguous().view(torch.uint16).numpy()
+        return bits
+    numbers: npt.NDArray[np.float32] = tensor.float().contiguous().numpy()
+    return numbers

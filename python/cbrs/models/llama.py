@@ -5,22 +5,27 @@ model sees the tokens of a whole batch as one list and knows nothing of sequence
 attention back end's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cbrs._core import CpuDecoder, CpuKernels, DecoderLayer
 from cbrs.models import gguf, hf
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import Fields
 from cbrs.models.layers import (
     Angles,
+    Embedding,
+    HeadNorm,
     Linear,
     RMSNorm,
     RotaryEmbedding,
+    TiedHead,
     Weights,
     activation,
     rotate,
@@ -30,6 +35,9 @@ from cbrs.weights import Values
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 FINAL_NORM = "model.norm"
+
+Cache: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+"""A layer's key or value cache as the native kernels take it."""
 
 _GGUF_GLOBALS = {EMBEDDING: "token_embd", HEAD: "output", FINAL_NORM: "output_norm"}
 
@@ -59,11 +67,31 @@ class LlamaLayer(nn.Module):
         self.qkv = Linear.read(weights, qkv, config.attention_bias)
         self.out = Linear.read(weights, [f"{prefix}.self_attn.o_proj"], config.output_bias)
         gate_up = [f"{prefix}.mlp.{name}" for name in self.gate_up_names]
-        self.gate_up = Linear.read(weights, gate_up, config.mlp_bias)
+        self.gate_up = Linear.read(weights, gate_up, config.mlp_bias, num_parts=2)
         self.down = Linear.read(weights, [f"{prefix}.mlp.down_proj"], config.mlp_bias)
         self.activation = activation(config.hidden_act)
         self.attention_norm = RMSNorm(weights, f"{prefix}.input_layernorm.weight", eps)
         self.mlp_norm = RMSNorm(weights, f"{prefix}.post_attention_layernorm.weight", eps)
+        self.head_norm: HeadNorm | None = None
+        self.after_attention: RMSNorm | None = None
+        self.after_mlp: RMSNorm | None = None
+
+    def native(self, rotary: int | None, sliding_window: int | None) -> DecoderLayer:
+        """Return the layer for a native decoder, in which `rotary` is its kind of positions."""
+        norms = self.head_norm
+        return DecoderLayer(
+            qkv=self.qkv.parts,
+            out=self.out.parts,
+            gate_up=self.gate_up.parts,
+            down=self.down.parts,
+            attention_norm=self.attention_norm.weight.numpy(),
+            mlp_norm=self.mlp_norm.weight.numpy(),
+            after_attention=_weight_of(self.after_attention),
+            after_mlp=_weight_of(self.after_mlp),
+            head_norms=None if norms is None else (norms.query.numpy(), norms.key.numpy()),
+            rotary=rotary,
+            sliding_window=sliding_window,
+        )
 
     def forward(self, hidden: Tensor, angles: Angles | None, attention: Attention) -> Tensor:
         """Return the layer's output, float32 `[num_tokens, hidden_size]` as `hidden` is."""
@@ -84,13 +112,19 @@ class LlamaLayer(nn.Module):
         return mixed.flatten(1).to(projected.dtype)
 
     def place(self, heads: Tensor, angles: Angles | None) -> Tensor:
-        """Give queries and keys their positions; without angles they have none."""
+        """Norm queries and keys if the model does, and give them their positions if they have."""
+        if self.head_norm is not None:
+            heads = self.head_norm(heads)
         return heads if angles is None else rotate(heads, angles)
 
     def gated(self, normed: Tensor) -> Tensor:
         """Return the inner state of the MLP, `[num_tokens, intermediate_size]`."""
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
         return self.activation(gate).mul_(up)
+
+
+def _weight_of(norm: RMSNorm | None) -> npt.NDArray[np.float32] | None:
+    return None if norm is None else norm.weight.numpy()
 
 
 class LlamaForCausalLM(nn.Module):
@@ -126,17 +160,24 @@ class LlamaForCausalLM(nn.Module):
         """Read every tensor; names and shapes have been checked against `expected_tensors`."""
         super().__init__()
         self.config = config
-        self.embedding = weights.read(f"{EMBEDDING}.weight")
+        kernels = weights.kernels
+        self.embedding = Embedding(weights.read(f"{EMBEDDING}.weight"), kernels=kernels)
+        self.embedding_scale = 1.0
         self.layers = nn.ModuleList(
             self.layer_class(config, weights, index) for index in range(config.num_layers)
         )
-        # On the CPU the head is float32: bfloat16 logits of usual size lie 1/16 apart, so that the
-        # best two would often be equal. A tied head is the embedding again; packed it is a second
-        # copy, which the head's product (the largest of a small model) repays.
+        # On the CPU logits are float32: in bfloat16 those of usual size lie 1/16 apart, so that the
+        # best two would often be equal. The native kernels compute in float32 from any weights;
+        # torch needs the head itself in it. A tied head is the embedding again.
         head_type = torch.float32 if weights.device.type == "cpu" else weights.dtype
-        tied = config.tie_word_embeddings
-        head = self.embedding if tied else weights.read(f"{HEAD}.weight", head_type)
-        self.head = Linear(head.to(head_type), pack=weights.pack)
+        if kernels is not None and config.tie_word_embeddings:
+            self.head: Linear = TiedHead(self.embedding, kernels)
+        elif kernels is not None:
+            self.head = Linear(weights.read(f"{HEAD}.weight"), kernels=kernels)
+        elif config.tie_word_embeddings:
+            self.head = Linear(self.embedding.plain.to(head_type))
+        else:
+            self.head = Linear(weights.read(f"{HEAD}.weight", head_type))
         self.norm = RMSNorm(weights, f"{FINAL_NORM}.weight", config.rms_norm_eps, head_type)
         kinds = list(dict.fromkeys(config.rotary))
         self._rotaries = [
@@ -163,7 +204,50 @@ class LlamaForCausalLM(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return what the first layer gets, float32 `[num_tokens, hidden_size]`."""
-        return F.embedding(token_ids, self.embedding).float()
+        embedded: Tensor = self.embedding(token_ids)
+        return embedded
+
+    def _layers(self) -> Iterator[LlamaLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, LlamaLayer)
+            yield layer
+
+    def native_decoder(
+        self, kernels: CpuKernels, key_caches: Sequence[Cache], value_caches: Sequence[Cache]
+    ) -> CpuDecoder | None:
+        """Return the model as one native call a batch, or None if its weights are not packed.
+
+        The caches are those of the layers. The torch modules are its reference; both share the
+        packed weights.
+        """
+        embedding, head = self.embedding.packed, self.head.packed
+        if embedding is None or head is None:
+            return None
+        config = self.config
+        kinds = [index for index, kind in enumerate(self._rotaries) if kind is not None]
+        places = [kinds.index(kind) if kind in kinds else None for kind in self._kind_of_layer]
+        layers = zip(self._layers(), places, config.sliding_windows, strict=True)
+        return CpuDecoder(
+            kernels,
+            embedding=embedding,
+            head=head,
+            final_norm=self.norm.weight.numpy(),
+            layers=[layer.native(place, window) for layer, place, window in layers],
+            rotaries=[
+                (kind.frequencies.numpy(), kind.magnitude)
+                for kind in self._rotaries
+                if kind is not None
+            ],
+            key_caches=key_caches,
+            value_caches=value_caches,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            attention_scale=config.attention_scale,
+            norm_eps=config.rms_norm_eps,
+            embedding_scale=self.embedding_scale,
+            activation=config.hidden_act,
+        )
 
     @classmethod
     def config_from_hf(cls, fields: Fields) -> ModelConfig:

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from torch import Tensor
-
 from cbrs.models import gguf, hf
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import Fields
-from cbrs.models.layers import Angles, HeadNorm, Weights
+from cbrs.models.layers import HeadNorm, Weights
 from cbrs.models.llama import LlamaForCausalLM, LlamaLayer
 from cbrs.models.qwen2 import upper_windows
 
@@ -23,10 +21,6 @@ class Qwen3Layer(LlamaLayer):
         prefix = f"model.layers.{index}.self_attn"
         heads = config.num_heads, config.num_kv_heads
         self.head_norm = HeadNorm(weights, prefix, config.rms_norm_eps, *heads)
-
-    def place(self, heads: Tensor, angles: Angles | None) -> Tensor:
-        """Norm queries and keys, then give them their positions."""
-        return super().place(self.head_norm(heads), angles)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

@@ -115,8 +115,8 @@ class CpuAttention:
         self._kernels = CpuKernels(num_threads)
         # The views do not keep the tensors' storage alive by themselves.
         self._kv_cache = kv_cache
-        self._keys = [_cache_view(tensor) for tensor in kv_cache.keys]
-        self._values = [_cache_view(tensor) for tensor in kv_cache.values]
+        self._keys = [cache_view(tensor) for tensor in kv_cache.keys]
+        self._values = [cache_view(tensor) for tensor in kv_cache.values]
         self._scale = shape.attention_scale
         self._windows = shape.sliding_windows
         self._metadata: AttentionMetadata | None = None
@@ -210,7 +210,8 @@ def _float32(tensor: Tensor) -> NDArray[np.float32]:
     return array
 
 
-def _cache_view(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+def cache_view(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+    """Return a cache's memory as the native kernels take it; bfloat16 as its bits."""
     if tensor.dtype == torch.bfloat16:
         bits: NDArray[np.uint16] = tensor.view(torch.uint16).numpy()
         return bits

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cbrs._core import CpuKernels
 from cbrs.loading import LoadedModel
 from cbrs.models.null import NullModel, NullRunner
 from cbrs.runner.attention import (
@@ -20,6 +21,7 @@ from cbrs.runner.attention import (
     CpuAttention,
     make_backend,
 )
+from cbrs.runner.cpu_runner import CpuRunner
 from cbrs.runner.kv_cache import KVCache
 from cbrs.runner.sampler import Sampler
 from cbrs.runner.sampler_cpu import CpuSampling
@@ -41,7 +43,7 @@ class TokenSampler(Protocol):
 
 
 class ModelRunner:
-    """A model, its KV cache and its attention back end."""
+    """A model that torch runs, its KV cache and its attention back end."""
 
     def __init__(self, loaded: LoadedModel, kv_cache: KVCache, attention: AttentionBackend) -> None:
         """Run `loaded` with keys and values in `kv_cache`, which `attention` reads and writes."""
@@ -92,6 +94,13 @@ def make_runner(
         loaded.device,
     )
     threads = num_threads or len(os.sched_getaffinity(0))
+    if loaded.kernels is not None:
+        kernels = loaded.kernels
+        if kernels.num_threads != threads:
+            kernels = CpuKernels(threads)
+        native = CpuRunner.make(loaded, kv_cache, kernels)
+        if native is not None:
+            return native, Sampler(loaded.vocab_size, CpuSampling(loaded.vocab_size, kernels))
     attention = make_backend(config, kv_cache, loaded.device, threads)
     sampling = None
     if isinstance(attention, CpuAttention):

@@ -18,7 +18,7 @@ use crate::tile::{Output, Problem, Scratch, WorkItem};
 /// Query rows (tokens x heads of a group) that share one pass over the keys.
 const MAX_TILE_ROWS: usize = 64;
 /// Below this many multiply-adds waking threads costs more than the work.
-const PARALLEL_WORK: usize = 1 << 18;
+pub(crate) const PARALLEL_WORK: usize = 1 << 17;
 
 /// Who is in the batch and where its context lies.
 #[derive(Debug, Clone, Copy)]
@@ -85,32 +85,34 @@ impl AttentionArgs<'_> {
         check_len("query", self.query.len(), expected)?;
         check_len("out", self.out.len(), expected)?;
         self.index.check_queries(num_tokens)?;
-        (0..self.index.seq_lens.len()).try_for_each(|sequence| self.check_blocks(sequence))
+        (0..self.index.seq_lens.len())
+            .try_for_each(|sequence| self.index.check_blocks(layout, self.sliding_window, sequence))
     }
 
     fn num_tokens(&self) -> usize {
         self.query.len() / (self.num_heads * self.layout.head_dim())
     }
+}
 
+impl<'a> BatchIndex<'a> {
     /// Verifies the row and those blocks of one sequence that its queries can see.
-    fn check_blocks(&self, sequence: usize) -> Result<()> {
-        let (index, layout) = (&self.index, &self.layout);
-        let seq_len = index.seq_lens[sequence] as usize;
+    pub(crate) fn check_blocks(&self, layout: &CacheLayout, window: Option<usize>, sequence: usize) -> Result<()> {
+        let seq_len = self.seq_lens[sequence] as usize;
         let needed = seq_len.div_ceil(layout.block_size());
-        if needed > index.max_blocks {
-            return Err(Error::BlockTableWidth { sequence, seq_len, needed, max_blocks: index.max_blocks });
+        if needed > self.max_blocks {
+            return Err(Error::BlockTableWidth { sequence, seq_len, needed, max_blocks: self.max_blocks });
         }
-        let num_rows = index.num_rows();
-        let row_id = usize::try_from(index.row_ids[sequence]).ok();
+        let num_rows = self.num_rows();
+        let row_id = usize::try_from(self.row_ids[sequence]).ok();
         let row_id = row_id.filter(|row| *row < num_rows).ok_or(Error::RowId {
             sequence,
-            row_id: index.row_ids[sequence],
+            row_id: self.row_ids[sequence],
             num_rows,
         })?;
-        let first_position = seq_len - index.num_queries(sequence);
-        let first = lowest_visible(first_position, self.sliding_window) / layout.block_size();
+        let first_position = seq_len - self.num_queries(sequence);
+        let first = lowest_visible(first_position, window) / layout.block_size();
         let valid = 0..layout.num_blocks().min(i32::MAX as usize + 1) as i64;
-        let columns = &index.table(row_id)[first.min(needed)..needed];
+        let columns = &self.table(row_id)[first.min(needed)..needed];
         match columns.iter().position(|id| !valid.contains(&i64::from(*id))) {
             None => Ok(()),
             Some(at) => Err(Error::BlockId {
@@ -121,11 +123,9 @@ impl AttentionArgs<'_> {
             }),
         }
     }
-}
 
-impl<'a> BatchIndex<'a> {
     /// Verifies the lengths of the arrays and that each context holds its queries.
-    fn check_queries(&self, num_tokens: usize) -> Result<()> {
+    pub(crate) fn check_queries(&self, num_tokens: usize) -> Result<()> {
         let num_seqs = self.seq_lens.len();
         check_len("row_ids", self.row_ids.len(), num_seqs)?;
         check_len("query_start", self.query_start.len(), num_seqs + 1)?;
@@ -168,14 +168,18 @@ pub(crate) fn lowest_visible(position: usize, sliding_window: Option<usize>) -> 
     sliding_window.map_or(0, |window| (position + 1).saturating_sub(window))
 }
 
-/// Cuts the batch into work items and returns them with the multiply-adds of them all.
-fn plan(args: &AttentionArgs<'_>) -> (Vec<WorkItem>, usize) {
-    let num_kv_heads = args.layout.num_kv_heads();
-    let group = args.num_heads / num_kv_heads;
-    let tile_tokens = (MAX_TILE_ROWS / group).max(1);
-    let index = &args.index;
-    let mut items = Vec::with_capacity(index.seq_lens.len() * num_kv_heads);
+/// Cuts the batch into work items, the longest first, and returns the multiply-adds of them all.
+pub(crate) fn plan(
+    index: &BatchIndex<'_>,
+    layout: &CacheLayout,
+    num_heads: usize,
+    sliding_window: Option<usize>,
+    items: &mut Vec<WorkItem>,
+) -> usize {
+    let num_kv_heads = layout.num_kv_heads();
+    let tile_tokens = (MAX_TILE_ROWS / (num_heads / num_kv_heads)).max(1);
     let mut num_pairs = 0;
+    items.clear();
     for (sequence, &seq_len) in index.seq_lens.iter().enumerate() {
         let num_queries = index.num_queries(sequence);
         let first_token = index.query_start[sequence] as usize;
@@ -183,7 +187,7 @@ fn plan(args: &AttentionArgs<'_>) -> (Vec<WorkItem>, usize) {
         for start in (0..num_queries).step_by(tile_tokens) {
             let num_tokens = tile_tokens.min(num_queries - start);
             let position = first_position + start;
-            let num_keys = position + num_tokens - lowest_visible(position, args.sliding_window);
+            let num_keys = position + num_tokens - lowest_visible(position, sliding_window);
             num_pairs += num_tokens * num_keys;
             items.extend((0..num_kv_heads).map(|kv_head| WorkItem {
                 row_id: index.row_ids[sequence] as usize,
@@ -195,8 +199,9 @@ fn plan(args: &AttentionArgs<'_>) -> (Vec<WorkItem>, usize) {
             }));
         }
     }
-    let work_per_pair = 2 * args.num_heads * args.layout.head_dim();
-    (items, num_pairs.saturating_mul(work_per_pair))
+    // So that no thread starts a long one when the others are done. Unstable: the stable sort allocates.
+    items.sort_unstable_by_key(|item| (Reverse(item.num_tokens * item.num_keys), item.first_token, item.kv_head));
+    num_pairs.saturating_mul(2 * num_heads * layout.head_dim())
 }
 
 impl Kernels {
@@ -216,12 +221,9 @@ impl Kernels {
     }
 
     fn attend_batch<E: Element>(&self, args: AttentionArgs<'_>, key: &[E], value: &[E]) -> Result<()> {
-        let (mut items, work) = plan(&args);
-        let parallel = self.num_threads() > 1 && work >= PARALLEL_WORK;
-        if parallel {
-            // The longest first, so that no thread starts a long one when the others are done.
-            items.sort_by_key(|item| Reverse(item.num_tokens * item.num_keys));
-        }
+        let mut items = Vec::new();
+        let work = plan(&args.index, &args.layout, args.num_heads, args.sliding_window, &mut items);
+        let parallel = work >= PARALLEL_WORK;
         let AttentionArgs { out, query, layout, num_heads, index, scale, sliding_window, .. } = args;
         let written = index.query_start[index.seq_lens.len()] as usize;
         let padding = written * num_heads * layout.head_dim();

@@ -5,7 +5,7 @@
 //!    functions with a `target_feature` sound.
 
 use crate::error::{Error, Result};
-use crate::pool::Pool;
+use crate::pool::{Pool, Team};
 use crate::simd::Element;
 use crate::simd::portable::Portable;
 #[cfg(target_arch = "x86_64")]
@@ -136,6 +136,11 @@ impl Kernels {
 
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool
+    }
+
+    /// Lends the threads to one call.
+    pub(crate) fn team(&self) -> Result<Team<'_>> {
+        self.pool.team()
     }
 
     /// Runs one work item with the variant that fits.

@@ -27,6 +27,36 @@ pub enum Error {
         /// Elements in a head.
         head_dim: usize,
     },
+    /// A weight matrix has more elements than can be addressed.
+    #[error("a matrix of {out_features} x {in_features} elements cannot be addressed")]
+    MatrixTooLarge {
+        /// Output features.
+        out_features: usize,
+        /// Input features.
+        in_features: usize,
+    },
+    /// The output features of a matrix are not parts of equal size.
+    #[error("{out_features} output features are not {num_parts} parts of equal size")]
+    Parts {
+        /// Output features.
+        out_features: usize,
+        /// Parts asked for.
+        num_parts: usize,
+    },
+    /// A gated product needs a matrix of two parts.
+    #[error("a gated product needs a matrix of 2 parts, this one has {num_parts}")]
+    Gate {
+        /// Parts of the matrix.
+        num_parts: usize,
+    },
+    /// A matrix was packed for another instruction set than the kernels use.
+    #[error("the matrix is packed for {packed}, these kernels use {isa}")]
+    PackedFor {
+        /// Name of the instruction set that it is packed for.
+        packed: &'static str,
+        /// Name of the instruction set in use.
+        isa: &'static str,
+    },
     /// An array has the wrong number of elements.
     #[error("{argument} has {len} elements, expected {expected}")]
     Length {
@@ -157,6 +187,9 @@ pub enum Error {
     /// A sliding window sees no key at all.
     #[error("sliding_window must be at least 1 or absent, got 0")]
     SlidingWindow,
+    /// Two steps of one decoder at a time.
+    #[error("another step of this decoder is running; it runs one at a time")]
+    Busy,
     /// The number of threads is out of range.
     #[error("num_threads must be 1..={max}, got {num_threads}")]
     NumThreads {

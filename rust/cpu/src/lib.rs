@@ -1,18 +1,21 @@
-//! CPU kernels of cbrs: writing keys and values into the paged KV cache, attention over it, and sampling.
+//! CPU kernels of cbrs: matrix products, writing keys and values into the paged KV cache, attention over it, and sampling.
 //!
 //! One call does one whole batch (of attention, one layer). The batch is given as the flat arrays that the scheduler
 //! makes (`slot_mapping`, `query_start`, `seq_lens`, `row_ids`, `block_tables`); the crate knows no request.
 //!
 //! | module | owns |
 //! | --- | --- |
+//! | [`linear`] | products of a batch with packed weights |
 //! | [`layout`] | the shape of a cache and every index computed from it |
 //! | [`kv_write`] | copying new keys and values to their slots |
 //! | [`attention`] | checking a batch and cutting it into work items |
 //! | `tile`, `rows` | one work item, and its inner loops, generic over the instruction set |
 //! | [`sampling`] | from logits to tokens and log-probabilities |
 //! | `simd` | the few vector operations those loops need, per instruction set |
+//! | [`decoder`] | a whole model: the tokens of a batch to logits in one call |
 //! | [`dispatch`] | which instruction set runs, found at run time |
 //! | [`pool`] | the threads; they sleep while there is no work |
+//! | [`probe`] | what the machine can do at most, measured |
 //! | [`reference`](mod@reference) | the meaning of attention as scalar code, which the fast one is tested against |
 //!
 //! Invariants:
@@ -25,11 +28,15 @@
 
 pub mod attention;
 pub mod bf16;
+mod buffer;
+pub mod decoder;
 pub mod dispatch;
 mod error;
 pub mod kv_write;
 pub mod layout;
+pub mod linear;
 pub mod pool;
+pub mod probe;
 pub mod reference;
 mod rows;
 pub mod sampling;
@@ -37,7 +44,9 @@ mod simd;
 mod tile;
 
 pub use attention::{AttentionArgs, BatchIndex};
+pub use decoder::{Decoder, DecoderParts, StepArgs};
 pub use dispatch::{Isa, Kernels};
 pub use error::{Error, Result};
 pub use kv_write::WriteArgs;
 pub use layout::{CacheLayout, CacheMut, CacheRef};
+pub use linear::{Activation, LinearArgs, PackedMatrix, Then, WeightsRef};

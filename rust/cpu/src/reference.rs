@@ -1,4 +1,4 @@
-//! The meaning of paged attention: one query row and one key at a time, softmax in two passes, `f64` throughout.
+//! The meaning of products and of paged attention, one number at a time, `f64` throughout.
 //!
 //! Slow and obvious on purpose; the fast kernels are tested against it. It checks its arguments as they do.
 
@@ -6,6 +6,7 @@ use crate::attention::AttentionArgs;
 use crate::bf16;
 use crate::error::Result;
 use crate::layout::CacheRef;
+use crate::linear::{Activation, Then, WeightsRef};
 
 /// Computes what [`Kernels::paged_attention`](crate::Kernels::paged_attention) computes, on the calling thread.
 ///
@@ -54,4 +55,61 @@ fn at(cache: CacheRef<'_>, index: usize) -> f64 {
         CacheRef::F32(data) => data[index],
         CacheRef::Bf16(data) => bf16::to_f32(data[index]),
     })
+}
+
+/// Computes what [`Kernels::linear`](crate::Kernels::linear) computes, from unpacked weights
+/// `[out_features, in_features]` and what the output held before, and returns the output.
+///
+/// # Panics
+/// The lengths do not belong together.
+pub fn linear(
+    before: &[f32],
+    input: &[f32],
+    weights: WeightsRef<'_>,
+    bias: Option<&[f32]>,
+    shape: LinearShape,
+) -> Vec<f64> {
+    let LinearShape { num_rows, in_features, out_features, then } = shape;
+    let weight = |index: usize| match weights {
+        WeightsRef::F32(data) => f64::from(data[index]),
+        WeightsRef::Bf16(data) => f64::from(bf16::to_f32(data[index])),
+    };
+    let product = |row: usize, feature: usize| {
+        let terms =
+            (0..in_features).map(|i| f64::from(input[row * in_features + i]) * weight(feature * in_features + i));
+        terms.sum::<f64>() + bias.map_or(0.0, |bias| f64::from(bias[feature]))
+    };
+    let width = if matches!(then, Then::Gate(_)) { out_features / 2 } else { out_features };
+    let place = |index: usize| {
+        let (row, feature) = (index / width, index % width);
+        match then {
+            Then::Store => product(row, feature),
+            Then::Add => f64::from(before[index]) + product(row, feature),
+            Then::Gate(activation) => activate(activation, product(row, feature)) * product(row, feature + width),
+        }
+    };
+    (0..num_rows * width).map(place).collect()
+}
+
+/// Sizes of a product, and what becomes of it.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearShape {
+    /// Rows of input and output.
+    pub num_rows: usize,
+    /// Inputs.
+    pub in_features: usize,
+    /// Outputs, of both parts if the product is gated.
+    pub out_features: usize,
+    /// What becomes of the product.
+    pub then: Then,
+}
+
+fn activate(activation: Activation, x: f64) -> f64 {
+    match activation {
+        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::GeluTanh => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+            0.5 * x * (1.0 + inner.tanh())
+        }
+    }
 }

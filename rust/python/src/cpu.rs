@@ -4,19 +4,20 @@
 //! an array that another call is writing is refused, not waited for.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
-use std::ops::Range;
 
-use cbrs_cpu::{AttentionArgs, BatchIndex, CacheLayout, CacheMut, CacheRef, Isa, Kernels, WriteArgs};
-use numpy::ndarray::{Dimension, Ix1, Ix2, Ix3, Ix4};
-use numpy::{Element, PyArray, PyArrayMethods, PyReadonlyArray, PyReadwriteArray};
-use numpy::{PyUntypedArrayMethods, dtype};
-use pyo3::exceptions::PyValueError;
+use cbrs_cpu::{AttentionArgs, BatchIndex, Isa, Kernels, WriteArgs};
+use numpy::PyUntypedArrayMethods;
+use numpy::ndarray::{Ix1, Ix2, Ix3};
 use pyo3::prelude::*;
 
+use crate::cpu_arrays::{
+    ReadCache, WriteCache, at_least_1, check_shape, disjoint, layout, not_contiguous, read, slice, span, span_mut,
+    span_ref, value_error, write,
+};
+use crate::cpu_linear::{self, PackedLinear};
 use crate::cpu_sampling;
 
-/// KV write, paged attention and sampling on the CPU, with threads of their own that sleep while there is no work.
+/// Matrix products, KV write, paged attention and sampling on the CPU, on threads that sleep while there is no work.
 ///
 /// Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or of uint16
 /// that holds bf16 bits. Methods may be called from any thread; the GIL is released while they work.
@@ -24,6 +25,12 @@ use crate::cpu_sampling;
 #[derive(Debug)]
 pub(crate) struct CpuKernels {
     kernels: Kernels,
+}
+
+impl CpuKernels {
+    pub(crate) fn get(&self) -> &Kernels {
+        &self.kernels
+    }
 }
 
 #[pymethods]
@@ -39,6 +46,40 @@ impl CpuKernels {
     #[getter]
     fn num_threads(&self) -> usize {
         self.kernels.num_threads()
+    }
+
+    /// Pack weights `[out_features, in_features]`, float32 or uint16 that holds bf16 bits, in the order that `linear` reads.
+    ///
+    /// `num_parts=2` is for gate and up projection in one matrix. The array is not kept. Raises ValueError for a bad
+    /// shape or dtype.
+    #[pyo3(signature = (weight, num_parts=1))]
+    fn pack(&self, py: Python<'_>, weight: &Bound<'_, PyAny>, num_parts: i64) -> PyResult<PackedLinear> {
+        cpu_linear::pack(py, &self.kernels, weight, at_least_1(num_parts, "num_parts")?)
+    }
+
+    /// Multiply float32 `input` `[num_rows, in_features]` with packed weights; fills `out` `[num_rows, out_features]`.
+    ///
+    /// `bias` is float32 `[out_features]`; with `add` the product is added to what `out` holds. Each row's result depends
+    /// on that row only, bit for bit. Raises ValueError for a bad shape or dtype, before anything is written.
+    #[pyo3(signature = (out, input, weight, bias=None, add=false))]
+    fn linear(
+        &self,
+        py: Python<'_>,
+        out: &Bound<'_, PyAny>,
+        input: &Bound<'_, PyAny>,
+        weight: &PackedLinear,
+        bias: Option<&Bound<'_, PyAny>>,
+        add: bool,
+    ) -> PyResult<()> {
+        cpu_linear::linear(py, &self.kernels, out, input, weight, bias, add)
+    }
+
+    /// Measure what the machine can do at most with these threads: floating-point operations, and bytes read, a second.
+    ///
+    /// Takes 512 MiB of memory and some tens of milliseconds per repetition; each figure is the median.
+    fn measure_rates(&self, py: Python<'_>, repeat: usize) -> PyResult<(f64, f64)> {
+        let rates = py.detach(|| self.kernels.measure_rates(repeat)).map_err(value_error)?;
+        Ok((rates.flops, rates.read_bytes))
     }
 
     /// Write keys and values to their slots of the caches.
@@ -213,168 +254,4 @@ pub(crate) fn cpu_features() -> BTreeMap<&'static str, FeatureValue> {
 pub(crate) enum FeatureValue {
     Flag(bool),
     Name(&'static str),
-}
-
-/// A cache to read: float32, or bf16 bits.
-enum ReadCache<'py> {
-    F32(PyReadonlyArray<'py, f32, Ix4>),
-    Bf16(PyReadonlyArray<'py, u16, Ix4>),
-}
-
-impl<'py> ReadCache<'py> {
-    fn new(array: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
-        if array.is_instance_of::<PyArray<u16, Ix4>>() {
-            read(array, name).map(Self::Bf16)
-        } else {
-            read(array, name).map(Self::F32)
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        match self {
-            Self::F32(array) => array.shape(),
-            Self::Bf16(array) => array.shape(),
-        }
-    }
-
-    fn slice(&self, name: &str) -> PyResult<CacheRef<'_>> {
-        Ok(match self {
-            Self::F32(array) => CacheRef::F32(slice(array, name)?),
-            Self::Bf16(array) => CacheRef::Bf16(slice(array, name)?),
-        })
-    }
-}
-
-/// A cache to write: float32, or bf16 bits.
-enum WriteCache<'py> {
-    F32(PyReadwriteArray<'py, f32, Ix4>),
-    Bf16(PyReadwriteArray<'py, u16, Ix4>),
-}
-
-impl<'py> WriteCache<'py> {
-    fn new(array: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
-        if array.is_instance_of::<PyArray<u16, Ix4>>() {
-            write(array, name).map(Self::Bf16)
-        } else {
-            write(array, name).map(Self::F32)
-        }
-    }
-
-    fn shape(&self) -> &[usize] {
-        match self {
-            Self::F32(array) => array.shape(),
-            Self::Bf16(array) => array.shape(),
-        }
-    }
-
-    fn slice(&mut self, name: &str) -> PyResult<CacheMut<'_>> {
-        let refuse = |_| not_contiguous(name);
-        Ok(match self {
-            Self::F32(array) => CacheMut::F32(array.as_slice_mut().map_err(refuse)?),
-            Self::Bf16(array) => CacheMut::Bf16(array.as_slice_mut().map_err(refuse)?),
-        })
-    }
-}
-
-pub(crate) fn value_error(error: impl Display) -> PyErr {
-    PyValueError::new_err(error.to_string())
-}
-
-pub(crate) fn at_least_1(value: i64, name: &str) -> PyResult<usize> {
-    let size = usize::try_from(value).ok().filter(|size| *size > 0);
-    size.ok_or_else(|| PyValueError::new_err(format!("{name} must be at least 1, got {value}")))
-}
-
-fn not_contiguous(name: &str) -> PyErr {
-    PyValueError::new_err(format!("{name} must be C-contiguous"))
-}
-
-fn cast<'a, 'py, T: Element, D: Dimension>(
-    array: &'a Bound<'py, PyAny>,
-    name: &str,
-) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
-    array.cast::<PyArray<T, D>>().map_err(|_| {
-        let got = array.repr().map_or_else(|_| "an object".to_owned(), |text| text.to_string());
-        let got: String = got.chars().take(60).collect();
-        let (wanted, ndim) = (dtype::<T>(array.py()), D::NDIM.unwrap_or_default());
-        PyValueError::new_err(format!("{name} must be a {ndim}-dimensional numpy array of {wanted}, got {got}"))
-    })
-}
-
-pub(crate) fn read<'py, T: Element, D: Dimension>(
-    array: &Bound<'py, PyAny>,
-    name: &str,
-) -> PyResult<PyReadonlyArray<'py, T, D>> {
-    let array = cast::<T, D>(array, name)?;
-    array.try_readonly().map_err(|error| value_error(format!("{name}: {error}")))
-}
-
-fn write<'py, T: Element, D: Dimension>(
-    array: &Bound<'py, PyAny>,
-    name: &str,
-) -> PyResult<PyReadwriteArray<'py, T, D>> {
-    let array = cast::<T, D>(array, name)?;
-    if !array.is_c_contiguous() {
-        return Err(not_contiguous(name));
-    }
-    array.try_readwrite().map_err(|error| value_error(format!("{name}: {error}")))
-}
-
-pub(crate) fn slice<'a, T: Element, D: Dimension>(
-    array: &'a PyReadonlyArray<'_, T, D>,
-    name: &str,
-) -> PyResult<&'a [T]> {
-    // `as_slice` takes Fortran's order as well.
-    let slice = array.is_c_contiguous().then(|| array.as_slice().ok()).flatten();
-    slice.ok_or_else(|| not_contiguous(name))
-}
-
-fn layout(key_cache: &[usize], value_cache: &[usize]) -> PyResult<CacheLayout> {
-    check_shape("value_cache", value_cache, key_cache)?;
-    let [num_blocks, num_kv_heads, block_size, head_dim] = *key_cache else {
-        return Err(PyValueError::new_err("key_cache must have 4 dimensions"));
-    };
-    CacheLayout::new(num_blocks, num_kv_heads, block_size, head_dim).map_err(value_error)
-}
-
-fn check_shape(name: &str, shape: &[usize], expected: &[usize]) -> PyResult<()> {
-    if shape == expected {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(format!("{name} has shape {shape:?}, expected {expected:?}")))
-}
-
-/// Name of an argument and the addresses it covers.
-type Named<'a> = (&'a str, Range<usize>);
-
-fn span<T>(data: &[T]) -> Range<usize> {
-    let range = data.as_ptr_range();
-    range.start.addr()..range.end.addr()
-}
-
-fn span_ref(cache: &CacheRef<'_>) -> Range<usize> {
-    match cache {
-        CacheRef::F32(data) => span(data),
-        CacheRef::Bf16(data) => span(data),
-    }
-}
-
-fn span_mut(cache: &CacheMut<'_>) -> Range<usize> {
-    match cache {
-        CacheMut::F32(data) => span(data),
-        CacheMut::Bf16(data) => span(data),
-    }
-}
-
-/// Refuses written memory that another array shares: numpy cannot tell for views of tensors.
-fn disjoint(written: &[Named], read: &[Named]) -> PyResult<()> {
-    for (index, (name, span)) in written.iter().enumerate() {
-        for (other_name, other) in written[index + 1..].iter().chain(read) {
-            if span.start < other.end && other.start < span.end {
-                let message = format!("{name} and {other_name} share memory");
-                return Err(PyValueError::new_err(message));
-            }
-        }
-    }
-    Ok(())
 }

@@ -8,7 +8,7 @@ use numpy::ndarray::{Ix1, Ix2};
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray, PyReadonlyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-use crate::cpu::{at_least_1, read, slice, value_error};
+use crate::cpu_arrays::{at_least_1, read, slice, value_error};
 
 /// `temperature`, `top_k`, `top_p`, `min_p`.
 pub(crate) type ParameterArrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);

@@ -5,6 +5,9 @@ mod arrays;
 mod batch;
 mod config;
 mod cpu;
+mod cpu_arrays;
+mod cpu_decoder;
+mod cpu_linear;
 mod cpu_sampling;
 mod errors;
 mod load;
@@ -43,6 +46,10 @@ mod _core {
     use crate::config::SchedulerConfig;
     #[pymodule_export]
     use crate::cpu::{CpuKernels, cpu_features};
+    #[pymodule_export]
+    use crate::cpu_decoder::{CpuDecoder, DecoderLayer};
+    #[pymodule_export]
+    use crate::cpu_linear::PackedLinear;
     #[pymodule_export]
     use crate::errors::{
         CbrsError, DeadlineExceededError, EngineClosedError, EngineDeadError, ModelLoadError, OverloadedError,

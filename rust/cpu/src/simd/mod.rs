@@ -21,6 +21,11 @@ pub(crate) unsafe trait Simd: Copy {
     const LANES: usize;
     /// Whether `a * b + c` of single numbers is one instruction, too.
     const HAS_FUSED: bool;
+    /// Rows of a tile of a matrix product: with two vectors a row its sums, the weights and an input fill the registers.
+    const TILE_ROWS: usize;
+    /// Inputs of a matrix product between two jumps: a jump and the addresses cost as many instructions as a third of an
+    /// input's work.
+    const UNROLL: usize;
     /// One vector.
     type Vector: Copy;
 
@@ -30,12 +35,17 @@ pub(crate) unsafe trait Simd: Copy {
     unsafe fn load(ptr: *const f32) -> Self::Vector;
     /// Loads and widens `LANES` bf16 numbers; no alignment needed.
     unsafe fn load_bf16(ptr: *const u16) -> Self::Vector;
+    /// Loads and widens `2 * LANES` bf16 numbers that lie in pairs: number `i` of the first vector, then number `i` of the
+    /// second. Two vectors of the same width without moving a number across lanes.
+    unsafe fn load_bf16_pairs(ptr: *const u16) -> [Self::Vector; 2];
     /// Stores `LANES` numbers; no alignment needed.
     unsafe fn store(ptr: *mut f32, vector: Self::Vector);
     /// `a + b`.
     unsafe fn add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// `a * b`.
     unsafe fn mul(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a / b`.
+    unsafe fn div(a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// `a * b + c`, fused where the instruction set can.
     unsafe fn mul_add(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
     /// The greater of each pair; which one it is for NaN is not specified.
@@ -115,6 +125,23 @@ pub(crate) unsafe fn exp_one<S: Simd>(x: f32) -> f32 {
     unsafe { S::max_lane(exp::<S>(S::splat(x))) }
 }
 
+/// `x / (1 + e^-slope_x)`: SiLU for `slope_x = x`, GELU by its tanh form for `slope_x = 2 sqrt(2 / pi) (x + 0.044715 x^3)`.
+///
+/// # Safety
+/// As for [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn gate<S: Simd>(x: S::Vector, slope_x: S::Vector) -> S::Vector {
+    // SAFETY: as in `exp`.
+    unsafe {
+        let (one, minus) = (S::splat(1.0), S::splat(-1.0));
+        // e^-|s|, which cannot overflow; the sigmoid is 1 / (1 + e) for s >= 0, and e / (1 + e) below.
+        let negated = S::mul(slope_x, minus);
+        let e = exp::<S>(S::mul(S::max(slope_x, negated), minus));
+        let numerator = S::add(e, S::zero_below(slope_x, 0.0, S::add(one, S::mul(e, minus))));
+        S::mul(x, S::div(numerator, S::add(one, e)))
+    }
+}
+
 /// Adds all lanes of one vector, in the order of [`Simd::sum4`].
 ///
 /// # Safety
@@ -126,7 +153,7 @@ pub(crate) unsafe fn sum<S: Simd>(vector: S::Vector) -> f32 {
 }
 
 /// Bytes that one cache line holds on the CPUs that matter here; another size only wastes or misses hints.
-const CACHE_LINE: usize = 64;
+pub(crate) const CACHE_LINE: usize = 64;
 
 /// Asks for `len` elements from `start` to be brought near; only a hint, any address is fine.
 #[inline(always)]
@@ -139,7 +166,7 @@ pub(crate) fn prefetch<E: Element>(data: &[E], start: usize, len: usize) {
 
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn prefetch_line(address: *const i8) {
+pub(crate) fn prefetch_line(address: *const i8) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
     // SAFETY: SSE, which every x86-64 CPU has; a prefetch never faults.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(address) };
@@ -148,7 +175,7 @@ fn prefetch_line(address: *const i8) {
 /// There is no stable hint for other CPUs.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline(always)]
-fn prefetch_line(_: *const i8) {}
+pub(crate) fn prefetch_line(_: *const i8) {}
 
 #[cfg(test)]
 #[allow(clippy::float_cmp, reason = "the numbers are small integers")]
@@ -177,6 +204,14 @@ mod tests {
             assert_eq!(exp_one::<S>(-1e30).to_bits(), 0);
             assert!(exp_one::<S>(f32::NAN).is_nan());
         }
+        for x in [-200.0, -87.5, -20.0, -3.0, -0.5, -0.0, 0.0, 1e-3, 0.7, 5.0, 86.0, 1e4_f32] {
+            // SAFETY: passed on.
+            let got = unsafe { S::max_lane(gate::<S>(S::splat(x), S::splat(x))) };
+            let expected = f64::from(x) / (1.0 + (-f64::from(x)).exp());
+            assert!((f64::from(got) - expected).abs() <= 5e-7 * expected.abs() + 1e-30, "{x}: {got}, not {expected}");
+        }
+        // SAFETY: passed on.
+        assert!(unsafe { S::max_lane(gate::<S>(S::splat(f32::NAN), S::splat(f32::NAN))) }.is_nan());
         let numbers: Vec<f32> = (0..4 * S::LANES).map(|i| (i * i % 37) as f32 - 9.0).collect();
         let bits: Vec<u16> = numbers.iter().map(|x| crate::bf16::from_f32(*x)).collect();
         // SAFETY: passed on; vector `c` spans elements `c * LANES..(c + 1) * LANES` of arrays of 4 * LANES.
@@ -191,6 +226,13 @@ mod tests {
                 let mut widened = vec![f32::NAN; S::LANES];
                 S::store(widened.as_mut_ptr(), S::load_bf16(bits.as_ptr().add(c * S::LANES)));
                 assert_eq!(widened, chunk);
+                let pairs: Vec<u16> = (0..2 * S::LANES).map(|i| bits[i / 2 + i % 2 * S::LANES]).collect();
+                for (half, vector) in S::load_bf16_pairs(pairs.as_ptr()).into_iter().enumerate() {
+                    S::store(widened.as_mut_ptr(), vector);
+                    assert_eq!(widened, numbers[half * S::LANES..][..S::LANES]);
+                }
+                S::store(widened.as_mut_ptr(), S::div(at(c), S::splat(4.0)));
+                assert_eq!(widened, chunk.iter().map(|x| x / 4.0).collect::<Vec<_>>());
                 let mut combined = vec![f32::NAN; S::LANES];
                 let sum = S::mul_add(at(c), S::splat(3.0), S::max(at(c), at(0)));
                 S::store(combined.as_mut_ptr(), S::add(sum, S::mul(at(0), at(c))));

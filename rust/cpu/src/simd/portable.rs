@@ -38,6 +38,9 @@ fn fold<const N: usize>(mut vector: [f32; N], f: impl Fn(f32, f32) -> f32) -> f3
 unsafe impl<const N: usize> Simd for Portable<N> {
     const LANES: usize = N;
     const HAS_FUSED: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+    const TILE_ROWS: usize = 6;
+    /// The compiler unrolls arrays as it sees fit.
+    const UNROLL: usize = 1;
     type Vector = [f32; N];
 
     #[inline(always)]
@@ -58,6 +61,13 @@ unsafe impl<const N: usize> Simd for Portable<N> {
     }
 
     #[inline(always)]
+    unsafe fn load_bf16_pairs(ptr: *const u16) -> [[f32; N]; 2] {
+        // SAFETY: the caller promises 2 * N readable elements; the arrays have the alignment of one.
+        let pairs = unsafe { ptr.cast::<[[u16; 2]; N]>().read() };
+        [pairs.map(|pair| bf16::to_f32(pair[0])), pairs.map(|pair| bf16::to_f32(pair[1]))]
+    }
+
+    #[inline(always)]
     unsafe fn store(ptr: *mut f32, vector: [f32; N]) {
         // SAFETY: the caller promises N writable elements; the array has the alignment of one.
         unsafe { ptr.cast::<[f32; N]>().write(vector) }
@@ -71,6 +81,11 @@ unsafe impl<const N: usize> Simd for Portable<N> {
     #[inline(always)]
     unsafe fn mul(a: [f32; N], b: [f32; N]) -> [f32; N] {
         zip(a, b, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: [f32; N], b: [f32; N]) -> [f32; N] {
+        zip(a, b, |a, b| a / b)
     }
 
     #[inline(always)]

@@ -1,0 +1,222 @@
+"""A decode step of the whole engine on the CPU, beside what the machine can do at most.
+
+    python benches/cpu_step.py --json
+
+All sequences of a batch decode; a step's time is the median of `--num-steps`. Beside it stand two
+bounds, from rates measured in the same run, between the batches: the bytes that a step must read
+(packed weights and the keys and values of all contexts) at the rate of plain reading, and its
+multiply-adds at the rate of a loop of nothing else. A CPU without bf16 instructions computes in
+float32 whatever the weights are, so from some batch on the second bound binds. The split says where
+the time of the mean step went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from hardware import describe_run
+
+from cbrs import LLM
+from cbrs._core import CpuKernels, cpu_features
+
+GOAL = 1.2
+NUM_WARM_UP_STEPS = 4
+CHECKED_BATCHES = (8, 32, 64, 128)
+
+
+class Timed:
+    """Stands before a runner or sampler and adds up the time of its calls."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.seconds = 0.0
+
+    def forward(self, batch: Any) -> Any:
+        return self._call(self.inner.forward, batch)
+
+    def sample(self, logits: Any, batch: Any) -> Any:
+        return self._call(self.inner.sample, logits, batch)
+
+    def _call(self, method: Any, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = method(*arguments)
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+class TimedScheduler:
+    """Stands before the scheduler and adds up the time of its steps."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.seconds = 0.0
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        result = self.inner.step(*arguments, **options)
+        self.seconds += time.perf_counter() - started
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Bench:
+    """An engine whose parts are timed."""
+
+    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
+        self.llm, self.engine, self.options = llm, llm.engine, options
+        self.decoder, self.shape = self.engine._runner.decoder, self.engine._runner.config
+        self.config = llm.config()
+        self.runner = self.engine._runner = Timed(self.engine._runner)
+        self.sampler = self.engine._sampler = Timed(self.engine._sampler)
+        self.scheduler = self.engine.scheduler = TimedScheduler(self.engine.scheduler)
+        self.random = np.random.default_rng(options.seed)
+
+    def run(self, num_seqs: int) -> dict[str, float]:
+        """Return milliseconds of the median step of `num_seqs` sequences, and of its parts."""
+        options = self.options
+        # The context that is asked for is that of the middle of the measured steps.
+        before = options.num_steps // 2 + NUM_WARM_UP_STEPS
+        shape = (num_seqs, options.context - before)
+        for index, prompt in enumerate(self.random.integers(1000, 30_000, shape, dtype=np.int32)):
+            self.engine.processor.submit(
+                prompt,
+                index=index,
+                max_tokens=options.num_steps + NUM_WARM_UP_STEPS + 4,
+                ignore_eos=True,
+                temperature=0.0,
+            )
+        batch = self.engine.step()
+        while batch.num_decodes < num_seqs:
+            batch = self.engine.step()
+        for _ in range(NUM_WARM_UP_STEPS):
+            self.engine.step()
+        self.decoder.take_times()
+        self.runner.seconds = self.sampler.seconds = self.scheduler.seconds = 0.0
+        times = []
+        started = time.perf_counter()
+        for _ in range(options.num_steps):
+            before_step = time.perf_counter()
+            batch = self.engine.step()
+            times.append(time.perf_counter() - before_step)
+        whole = time.perf_counter() - started
+        assert batch.num_decodes == num_seqs, "the load was not steady"
+        _, linears, attention, tokens = self.decoder.take_times()
+        parts = {
+            "linears": linears,
+            "attention": attention,
+            "norms_and_rotary": tokens,
+            "sampling": self.sampler.seconds,
+            "scheduler": self.scheduler.seconds,
+        }
+        parts["python"] = whole - sum(parts.values())
+        self.drain()
+        per_step = {f"{name}_ms": 1e3 * t / options.num_steps for name, t in parts.items()}
+        return {
+            "step_ms": 1e3 * statistics.median(times),
+            "mean_step_ms": 1e3 * whole / options.num_steps,
+            **per_step,
+        }
+
+    def drain(self) -> None:
+        """Step until every request has been handed over."""
+        while self.engine.processor.num_live > 0:
+            if self.engine.step().num_seqs == 0:
+                self.engine.processor.wait_finished(0.01)
+            self.engine.processor.take_finished()
+
+
+def bounds(bench: Bench, num_seqs: int, rates: tuple[float, float]) -> dict[str, float]:
+    """Return milliseconds that a step takes at least, by bytes and by multiply-adds."""
+    shape, context = bench.shape, bench.options.context
+    itemsize = getattr(torch, bench.config.dtype).itemsize
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+    num_bytes = bench.decoder.weight_bytes + num_seqs * context * token_bytes
+    weights = bench.decoder.weight_bytes // itemsize
+    pairs = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context
+    flops = 2 * num_seqs * (weights + pairs)
+    return {"by_bytes_ms": 1e3 * num_bytes / rates[1], "by_flops_ms": 1e3 * flops / rates[0]}
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with LLM(
+        options.model,
+        dtype=options.dtype,
+        max_num_seqs=max(options.batches),
+        max_model_len=options.context + options.num_steps + NUM_WARM_UP_STEPS + 8,
+        num_threads=options.num_threads,
+        enable_prefix_caching=False,
+    ) as llm:
+        bench = Bench(llm, options)
+        probe = CpuKernels(bench.config.num_threads)
+        runs: dict[int, list[dict[str, float]]] = {batch: [] for batch in options.batches}
+        for _ in range(options.rounds):
+            for batch in options.batches:
+                rates = probe.measure_rates(3)
+                run = bench.run(batch)
+                run |= bounds(bench, batch, rates)
+                run |= {"gflop_per_s": rates[0] / 1e9, "read_gb_per_s": rates[1] / 1e9}
+                run["to_bytes"] = run["step_ms"] / run["by_bytes_ms"]
+                run["to_bound"] = run["step_ms"] / max(run["by_bytes_ms"], run["by_flops_ms"])
+                runs[batch].append(run)
+    rows = []
+    for batch, found in runs.items():
+        median = {
+            name: round(statistics.median(run[name] for run in found), 3) for name in found[0]
+        }
+        rows.append(
+            {"batch": batch, **median, "tokens_per_s": round(1e3 * batch / median["step_ms"], 1)}
+        )
+    return rows
+
+
+def checks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Hold the step against its bound: bytes, and multiply-adds where those take longer."""
+    found = []
+    for row in rows:
+        if row["batch"] in CHECKED_BATCHES:
+            binds = "multiply-adds" if row["by_flops_ms"] > row["by_bytes_ms"] else "bytes"
+            found.append(
+                {
+                    "name": f"step of {row['batch']} sequences to its bound (by {binds})",
+                    "value": row["to_bound"],
+                    "unit": "ratio",
+                    "goal": f"<= {GOAL}",
+                    "ok": row["to_bound"] <= GOAL,
+                }
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=192)
+    parser.add_argument("--num-steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="only one JSON object, as last line")
+    options = parser.parse_args()
+    rows = measure(options)
+    if not options.json:
+        for row in rows:
+            print("  ".join(f"{name} {value}" for name, value in row.items()))
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    run = describe_run(features=cpu_features(), **settings)
+    print(json.dumps({"bench": "cpu_step", **run, "results": rows, "checks": checks(rows)}))
+
+
+if __name__ == "__main__":
+    main()
