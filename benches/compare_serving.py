@@ -42,7 +42,6 @@ from policies.output import Figures, Report
 
 FOLDERS = {"bfloat16": "bf16", "float32": "fp32"}
 WARM_UP_TOKENS = 8
-MAX_MODEL_LEN = 1024
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def start(name: str, options: argparse.Namespace) -> Contender:
         "dtype": options.dtype,
         "num_threads": options.threads,
         "max_num_seqs": max(options.concurrency),
-        "max_model_len": MAX_MODEL_LEN,
+        "max_model_len": options.max_model_len,
         "binary": options.llama_server if name == "llama" else None,
     }
     python = options.peer_python.get(name, sys.executable)
@@ -149,6 +148,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="the median counts (default: 3)")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=512, help="prompt and output at most")
     parser.add_argument("--requests-per-client", type=int, default=2)
     parser.add_argument("--min-requests", type=int, default=8, help="of each run")
     parser.add_argument("--vocab-size", type=int, default=32_000, help="prompts' ids are below it")

@@ -21,18 +21,21 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from comparing import checkpoint, gguf_copy
 from policies.output import Report, at_most
 
-from cbrs import hub
+if TYPE_CHECKING:
+    from comparing.checkpoint import Source
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 FORMS = ("bf16", "fp32", "bf16.gguf", "f16.gguf")
 
 
-def write(source: checkpoint.Source, form: str, target: Path) -> None:
+def write(source: Source, form: str, target: Path) -> None:
     """Writes one of `FORMS`."""
+    from comparing import checkpoint, gguf_copy
+
     if form.endswith(".gguf"):
         gguf_copy.write(source, target, form.removesuffix(".gguf"))
     else:
@@ -58,6 +61,10 @@ def paths(folder: Path, forms: list[str]) -> Iterator[tuple[str, Path]]:
 
 def main() -> None:
     options = parse()
+    from comparing import checkpoint
+
+    from cbrs import hub
+
     file = hub.pull(options.model) if options.model in hub.KNOWN_MODELS else Path(options.model)
     options.plot = None
     report = Report("make_checkpoint", options)

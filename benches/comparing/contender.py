@@ -85,7 +85,7 @@ class Contender:
         ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         line = self._process.stdout.readline() if ready else b""
         if not ready:
-            self._fail(f"no end within {limit_s:.0f} s")
+            self._fail(f"no end within {limit_s:g} s")
         elif not line:
             self._fail(f"it ended with {self._process.wait()}; its error stands above")
         else:
@@ -107,6 +107,10 @@ class Contender:
     def _end(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None, "both were asked for"
+            with suppress(BrokenPipeError):  # a load that nobody has read
+                pipe.close()
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # none of it may be left
