@@ -146,7 +146,9 @@ dist: $(NEED_SETUP) ## build the release files into dist/, sdist and manylinux w
 	@sha256sum dist/cbrs-*
 
 # No program of its own, and one that needs other engines and minutes.
-NOT_IN_BENCH := benches/hardware.py benches/compare_schedulers.py
+# The first is no bench, the others need other engines, or a folder to write to.
+NOT_IN_BENCH := benches/hardware.py benches/compare_schedulers.py benches/compare_serving.py \
+	benches/make_checkpoint.py
 
 .PHONY: bench
 bench: $(NEED_BUILD) ## run the benchmarks; each prints one JSON line last (PROFILE=release for figures)

@@ -27,7 +27,14 @@ from cbrs._core import CpuKernels, cpu_features
 
 GOAL = 1.2
 NUM_WARM_UP_STEPS = 4
+PREFILL_TOKENS = 2048
 CHECKED_BATCHES = (8, 32, 64, 128)
+
+
+def prefill_steps(options: argparse.Namespace, num_seqs: int) -> int:
+    """Return the most steps that pass until all of `num_seqs` sequences decode."""
+    # Beside the decodes of a full batch, which is at most a quarter of the budget.
+    return -(-num_seqs * options.context // (PREFILL_TOKENS - num_seqs)) + 4
 
 
 class Timed:
@@ -89,7 +96,8 @@ class Bench:
             self.engine.processor.submit(
                 prompt,
                 index=index,
-                max_tokens=options.num_steps + NUM_WARM_UP_STEPS + 4,
+                # The first ones decode while the last ones' prompts run.
+                max_tokens=options.num_steps + NUM_WARM_UP_STEPS + prefill_steps(options, num_seqs),
                 ignore_eos=True,
                 temperature=0.0,
             )
@@ -150,7 +158,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         options.model,
         dtype=options.dtype,
         max_num_seqs=max(options.batches),
-        max_model_len=options.context + options.num_steps + NUM_WARM_UP_STEPS + 8,
+        max_model_len=options.context
+        + options.num_steps
+        + prefill_steps(options, max(options.batches)),
+        max_num_batched_tokens=PREFILL_TOKENS,
         num_threads=options.num_threads,
         enable_prefix_caching=False,
     ) as llm:

@@ -25,8 +25,10 @@ use crate::error::{Error, Result};
 
 /// Largest number of threads of a pool.
 pub const MAX_THREADS: usize = 1024;
-/// How long a thread of a team waits awake for the next round, or for the last items of this one.
-const SPIN: Duration = Duration::from_micros(25);
+/// How long a thread of a team waits awake for the next round: longer than the work that one thread does between rounds.
+const IDLE_SPIN: Duration = Duration::from_micros(10);
+/// How long the caller waits awake for the last items of a round: about as long as an item takes.
+const END_SPIN: Duration = Duration::from_micros(25);
 /// Looks at the word between two looks at the clock.
 const SPINS_PER_CLOCK: usize = 32;
 
@@ -164,7 +166,7 @@ impl Shared {
 
     /// Waits until all items have ended: awake for a moment, then asleep.
     fn wait_until_done(&self) {
-        if spin_until(|| self.is_done()) {
+        if spin_until(END_SPIN, || self.is_done()) {
             return;
         }
         *lock(&self.waiting_caller) = Some(std::thread::current());
@@ -206,15 +208,15 @@ impl Shared {
         while !self.is_closing.load(Ordering::Acquire) {
             self.drain(thread);
             let is_idle = || !self.is_open.load(Ordering::Relaxed);
-            if is_idle() || !spin_until(|| self.has_items() || is_idle()) || !self.has_items() {
+            if is_idle() || !spin_until(IDLE_SPIN, || self.has_items() || is_idle()) || !self.has_items() {
                 self.sleep(sleeper);
             }
         }
     }
 }
 
-/// Waits awake until `is_true`, and tells whether it became so in time.
-fn spin_until(is_true: impl Fn() -> bool) -> bool {
+/// Waits awake until `is_true`, at most for `limit`, and tells whether it became so in time.
+fn spin_until(limit: Duration, is_true: impl Fn() -> bool) -> bool {
     let mut started = None;
     loop {
         for _ in 0..SPINS_PER_CLOCK {
@@ -223,7 +225,7 @@ fn spin_until(is_true: impl Fn() -> bool) -> bool {
             }
             std::hint::spin_loop();
         }
-        if started.get_or_insert_with(Instant::now).elapsed() > SPIN {
+        if started.get_or_insert_with(Instant::now).elapsed() > limit {
             return is_true();
         }
     }

@@ -15,7 +15,7 @@ use crate::simd::Element;
 use crate::tile::{Output, Problem};
 
 /// Below this many numbers handing a part of them to another thread costs more than it saves.
-const PARALLEL_NUMBERS: usize = 1 << 14;
+const PARALLEL_NUMBERS: usize = 1 << 15;
 /// Runs of tokens per thread.
 const RUNS_PER_THREAD: usize = 4;
 

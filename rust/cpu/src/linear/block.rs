@@ -29,7 +29,7 @@ const ITEMS_PER_THREAD: usize = 8;
 /// Largest number of panels of an item.
 const MAX_PANELS: usize = 32;
 /// Below this many multiply-adds handing work to another thread costs more than it saves.
-const PARALLEL_WORK: usize = 1 << 16;
+const PARALLEL_WORK: usize = 1 << 17;
 
 /// The output, written by several threads at disjoint places.
 #[derive(Debug, Clone, Copy)]

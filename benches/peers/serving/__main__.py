@@ -1,0 +1,5 @@
+"""Runs one engine: see `harness`."""
+
+from .harness import main
+
+main()
