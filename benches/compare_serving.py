@@ -38,7 +38,7 @@ from typing import Any
 from comparing import drawing, results
 from comparing.contender import Contender, rounds
 from peers.serving.harness import Load
-from policies.output import Figures, Report
+from policies.output import Figures, Report, rounded
 
 FOLDERS = {"bfloat16": "bf16", "float32": "fp32"}
 WARM_UP_TOKENS = 8
@@ -112,27 +112,32 @@ def compare(
     """Runs every load on everybody; figures by contender and number of clients."""
     points: dict[str, Figures] = {name: {} for name in contenders}
     for level in options.concurrency:
-        runs: dict[str, list[Figures]] = {name: [] for name in contenders}
-        warm_up = load_of(options, level, 0)
-        warm_up |= {
-            "num_requests": level,
-            "output_tokens": min(WARM_UP_TOKENS, options.output_tokens),
-        }
-        for contender in contenders.values():
-            contender.measure(warm_up, options.limit_s)
-        for run, names in enumerate(rounds(list(contenders), options.runs)):
-            for name in names:
-                figures = contenders[name].measure(
-                    load_of(options, level, 1 + run), options.limit_s
-                )
-                if figures is not None:
-                    runs[name].append(figures)
-                    report.show(f"{name}, {level} clients, run {run}", figures)
-        for name, of_name in runs.items():
-            # Half of the runs would be another median than that of the others.
-            if len(of_name) == options.runs:
-                points[name][str(level)] = results.medians(of_name)
+        for name, runs in measure(contenders, options, level, report).items():
+            # Fewer runs would be another median than that of the others.
+            if len(runs) == options.runs:
+                points[name][str(level)] = results.medians(runs)
     return points
+
+
+def measure(
+    contenders: dict[str, Contender], options: argparse.Namespace, level: int, report: Report
+) -> dict[str, list[Figures]]:
+    """All runs with one number of clients, after a short one that is not counted."""
+    runs: dict[str, list[Figures]] = {name: [] for name in contenders}
+    warm_up = load_of(options, level, 0)
+    warm_up["num_requests"] = level
+    warm_up["output_tokens"] = min(WARM_UP_TOKENS, options.output_tokens)
+    for contender in contenders.values():
+        contender.measure(warm_up, options.limit_s)
+    for run, names in enumerate(rounds(list(contenders), options.runs)):
+        load = load_of(options, level, 1 + run)
+        for name in names:
+            figures = contenders[name].measure(load, options.limit_s)
+            if figures is not None:
+                runs[name].append(figures)
+                shown = {key: rounded(value) for key, value in figures.items()}
+                report.show(f"{name}, {level} at once, run {run}", shown)
+    return runs
 
 
 def parse() -> argparse.Namespace:
@@ -203,7 +208,8 @@ def finish(outcome: results.Results, options: argparse.Namespace, report: Report
     report.checks += results.checks(outcome, levels, OVER_HTTP)
     ratios = results.ratios(outcome, levels, OVER_HTTP)
     best = results.best_peers(outcome, levels)
-    title = f"{options.prompt_tokens} prompt + {options.output_tokens} output tokens"
+    sizes = f"{options.prompt_tokens} prompt + {options.output_tokens} output tokens"
+    title = f"closed loops, {sizes}, {options.threads} threads, {options.dtype}"
     options.checkpoints = str(options.checkpoints)
     options.load_average = [round(value, 2) for value in os.getloadavg()]
     report.finish(

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, report: Report) -> Figures:
                 figures["weight_bytes_per_token"] = step_bytes * num_steps / num_tokens
                 runs[level].append(figures)
                 shown = {name: rounded(value) for name, value in figures.items()}
-                report.show(f"{level} clients, run {seed}", shown)
+                report.show(f"{level} at once, run {seed}", shown)
         options.dtype = peer.llm.config().dtype
     finally:
         peer.close()
@@ -112,7 +112,8 @@ def main() -> None:
     report = Report("serving", options)
     points = run(options, report)
     check(points, report)
-    title = f"{options.model}: {options.prompt_tokens} prompt + {options.output_tokens} output"
+    sizes = f"{options.prompt_tokens} prompt + {options.output_tokens} output tokens"
+    title = f"{Path(options.model).name}, {options.dtype}: {sizes}"
     report.finish(points, lambda points, path: drawing.batching(points, title, path))
 
 

@@ -5,6 +5,7 @@ tests against the fields of `SamplingParams`.
 """
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -277,14 +278,30 @@ def test_effect_of_target_itl_ms() -> None:
     assert 50 <= longest_chunk(target_itl_ms=15) <= 100
 
 
-def test_effect_of_output_kind(tiny: Path) -> None:
+def test_effect_of_output_kind(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def collect() -> dict[str, list[list[int]]]:
-        found = {}
+        found: dict[str, list[list[int]]] = {}
         async with AsyncLLM(tiny, dtype="float32", num_threads=1, max_model_len=512) as llm:
+            runner, has_read = llm.engine._runner, threading.Event()
+            forward = runner.forward
+
+            def forward_after_a_read(batch: Any) -> Any:
+                # A reader that is late finds several tokens in one output, or all of them.
+                if batch.num_decodes > 0:
+                    assert has_read.wait(60.0)
+                return forward(batch)
+
+            monkeypatch.setattr(runner, "forward", forward_after_a_read)
             for kind in ("cumulative", "delta", "final_only"):
                 params = SamplingParams(temperature=0.0, max_tokens=6, output_kind=kind)
-                stream = llm.generate(PROMPT, params)
-                found[kind] = [list(output.outputs[0].token_ids) async for output in stream]
+                found[kind] = []
+                if kind == "final_only":
+                    has_read.set()
+                else:
+                    has_read.clear()
+                async for output in llm.generate(PROMPT, params):
+                    found[kind].append(list(output.outputs[0].token_ids))
+                    has_read.set()
         return found
 
     found = asyncio.run(collect())

@@ -194,15 +194,31 @@ def test_engines_are_compared_and_those_that_cannot_run_are_named(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_cbrs_is_served_beside_peers_over_http(tiny_checkpoint):
-    """Its own server stands for such a peer here."""
-    report = run(
-        *("compare_serving.py", "--only", "cbrs_http", "--model", f"cbrs_http={tiny_checkpoint}"),
-        *("--dtype", "float32", "--concurrency", 2, *SMALL),
+def test_a_server_is_held_against_the_server_of_cbrs(tmp_path):
+    """A program that is told what llama.cpp's server is told; it becomes a server of cbrs."""
+    program = tmp_path / "llama-server"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys\n"
+        "if sys.argv[1:] == ['--version']:\n"
+        "    sys.exit('version: 7 (abc)')\n"
+        "given = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "assert given['-np'] == '2' and given['-c'] == '1024' and given['-m'] == 'null'\n"
+        "command = [sys.executable, '-m', 'cbrs', 'serve', 'null', '--port', given['--port']]\n"
+        "os.execv(sys.executable, [*command, '--served-model-name', 'model'])\n"
     )
-    (point,) = report["results"]["contenders"]["cbrs_http"]["points"].values()
-    assert point["tokens_per_s"] > 0
-    assert report["checks"] == []
+    program.chmod(0o755)
+    report = run(
+        *("compare_serving.py", "--only", "cbrs_http", "llama", "--llama-server", program),
+        *("--model", "cbrs_http=null", "--model", "llama=null"),
+        *("--concurrency", 2, *SMALL),
+    )
+    results = report["results"]
+    contenders = results["contenders"]
+    assert contenders["llama"]["version"] == "7 (abc)"
+    rates = {name: one["points"]["2"]["tokens_per_s"] for name, one in contenders.items()}
+    ratio = results["ratios"]["llama"]["2"]["tokens_per_s"]
+    assert ratio == pytest.approx(rates["cbrs_http"] / rates["llama"], rel=1e-2)
 
 
 def test_the_goals_are_held_against_the_right_peer():
