@@ -287,6 +287,15 @@ impl Submitter {
         Ok(reserved)
     }
 
+    /// Whether a request would be refused whatever the load is. For those who prepare several prompts: a bad one need not wait for the others.
+    ///
+    /// # Errors
+    /// What `RequestSpec` can have wrong.
+    pub fn check(&self, mut spec: RequestSpec) -> Result<()> {
+        let rules = self.shared.gate.rules();
+        self.shared.check(&rules.policy, &mut spec).map(drop)
+    }
+
     /// Whether the rates of a tenant would let in so many requests now, whatever is in them; nothing is charged. For those who have work to do
     /// before there is a request.
     ///

@@ -16,6 +16,7 @@ pub(crate) use completion::{CompletionAnswer, Echo};
 pub(crate) use logprobs::TokenTexts;
 pub(crate) use usage::Usage;
 
+use crate::engine::apart;
 use crate::error::ApiError;
 use crate::stream::Ticket;
 
@@ -66,12 +67,22 @@ pub(crate) trait Answer: Send + Unpin + 'static {
     fn write_whole(&mut self, usage: &Usage, out: &mut Vec<u8>);
 }
 
+/// Tokens and log-probabilities that are written where connections are served; more of them are written on the pool, where they delay nobody.
+pub(crate) const MAX_INLINE_VALUES: usize = 1024;
+
+/// How many tokens and log-probabilities an update has to tell.
+pub(crate) fn num_values(update: &Update) -> usize {
+    let of_prompt = update.prompt_logprobs.as_ref().map_or(0, |rows| rows.values.len());
+    update.token_ids.len() + update.logprobs.as_ref().map_or(0, |rows| rows.values.len()) + of_prompt
+}
+
 /// Waits for all of an answer and writes it.
 ///
 /// # Errors
 /// Why one of its choices has no proper end; the others are cancelled then.
 pub(crate) async fn collect(mut ticket: Ticket, mut answer: impl Answer) -> Result<Vec<u8>, ApiError> {
     let (mut updates, mut usage) = (Vec::new(), Usage::default());
+    let (mut all, mut size) = (Vec::new(), 0);
     loop {
         ticket.take(&mut updates).await;
         let mut news = updates.drain(..);
@@ -86,11 +97,18 @@ pub(crate) async fn collect(mut ticket: Ticket, mut answer: impl Answer) -> Resu
                 return Err(error);
             }
             usage.add(&update);
-            answer.add(ticket.prompt(&update), update);
+            size += num_values(&update);
+            all.push((ticket.prompt(&update), update));
             if is_over {
-                let mut out = Vec::with_capacity(1024);
-                answer.write_whole(&usage, &mut out);
-                return Ok(out);
+                let write = move || {
+                    let mut out = Vec::with_capacity(1024);
+                    for (prompt, update) in all {
+                        answer.add(prompt, update);
+                    }
+                    answer.write_whole(&usage, &mut out);
+                    Ok(out)
+                };
+                return if size <= MAX_INLINE_VALUES { write() } else { apart(write).await };
             }
         }
     }

@@ -41,16 +41,16 @@ impl Name {
         Self { id, given, header, entry }
     }
 
-    /// Opens a ticket under it: from now on the request can be cancelled.
+    /// Opens a ticket under it: from now on the request can be cancelled. It has so many prompts, which are texts or not.
     fn open(
         &self,
         app: &Arc<App>,
         owner: Option<Arc<ApiKey>>,
         spec: &RequestSpec,
-        num_prompts: usize,
+        prompts: (usize, bool),
     ) -> Result<Ticket, ApiError> {
         let submitted = Submitted::new(self.id.clone(), self.given.clone(), owner);
-        open(app, submitted, spec, num_prompts, self.entry.as_ref())
+        open(app, submitted, spec, prompts, self.entry.as_ref())
     }
 }
 
@@ -90,11 +90,11 @@ async fn complete(app: Arc<App>, request: Request, name: Name) -> Result<Respons
         // The likely tokens of the prompt stand beside those of the output.
         spec.prompt_logprobs = spec.prompt_logprobs.max(completion.logprobs);
     }
-    let ticket = name.open(&app, owner, &spec, num_prompts)?;
+    let has_texts = matches!(completion.prompt, Prompt::Texts(_));
+    let ticket = name.open(&app, owner, &spec, (num_prompts, has_texts))?;
     let has_given_text = completion.echo && common.truncate_prompt_tokens.is_none();
     let mut given = vec![None; num_prompts];
     let mut prompts = Vec::with_capacity(num_prompts);
-    let was_tokenized = matches!(completion.prompt, Prompt::Texts(_));
     match completion.prompt {
         Prompt::Ids(lists) => prompts = Prompt::ids(&lists)?,
         Prompt::Texts(texts) => {
@@ -103,15 +103,22 @@ async fn complete(app: Arc<App>, request: Request, name: Name) -> Result<Respons
             let max_inline = if num_bytes <= limits.max_inline_bytes { num_bytes } else { 0 };
             for (prompt, given) in texts.into_iter().zip(&mut given) {
                 *given = has_given_text.then(|| prompt.clone());
-                prompts.push(app.engine.encode(prompt, true, max_inline).await?);
-                ticket.submitted().still_wanted()?;
+                let ids = ticket.submitted().prepare(app.engine.encode(prompt, true, max_inline)).await?;
+                if num_prompts > 1 {
+                    let one = RequestSpec { prompt_token_ids: ids.clone(), ..spec.clone() };
+                    app.engine
+                        .submitter
+                        .check(one)
+                        .map_err(|error| ApiError::from(error).at("prompt", prompts.len()))?;
+                }
+                prompts.push(ids);
             }
         }
     }
     let tokenizer = app.engine.tokenizer.clone();
     let echo = completion.echo.then_some(Echo { given, tokenizer });
     let outline = outline(&app, &name.id, common, num_prompts, completion.logprobs);
-    let submission = Submission { prompts, was_tokenized, spec, text, is_whole: !common.stream };
+    let submission = Submission { prompts, spec, text, is_whole: !common.stream };
     let ticket = begin(&app, ticket, submission, name.entry)?;
     answer(ticket, CompletionAnswer::new(outline, echo), common).await
 }
@@ -128,16 +135,17 @@ async fn chat(app: Arc<App>, request: Request, name: Name) -> Result<Response, A
     spec.sampling.logprobs = chat.logprobs;
     let size = num_bytes(&chat.messages);
     let request = ChatRequest::from_messages(&chat.messages, true);
-    let ticket = name.open(&app, owner, &spec, 1)?;
+    let ticket = name.open(&app, owner, &spec, (1, true))?;
     let renamed = |error: ApiError| {
         error
             .renamed("prompt", "messages")
             .renamed("logprobs", "top_logprobs")
             .renamed("max_tokens", chat.max_tokens_name)
     };
-    let prompts = vec![app.engine.encode_chat(request, size, limits.max_inline_bytes).await.map_err(renamed)?];
+    let encoding = app.engine.encode_chat(request, size, limits.max_inline_bytes);
+    let prompts = vec![ticket.submitted().prepare(encoding).await.map_err(renamed)?];
     let outline = outline(&app, &name.id, common, 1, chat.logprobs);
-    let submission = Submission { prompts, was_tokenized: true, spec, text, is_whole: !common.stream };
+    let submission = Submission { prompts, spec, text, is_whole: !common.stream };
     let ticket = begin(&app, ticket, submission, name.entry).map_err(renamed)?;
     answer(ticket, ChatAnswer::new(outline), common).await
 }

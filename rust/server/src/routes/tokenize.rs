@@ -37,14 +37,19 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> R
             app.engine.encode_chat(request, num_bytes(&messages), max_inline).await?
         }
     };
-    let mut out = b"{\"count\":".to_vec();
-    write::integer(&mut out, ids.len());
-    out.extend_from_slice(b",\"max_model_len\":");
-    write::integer(&mut out, app.engine.submitter.max_model_len());
-    out.extend_from_slice(b",\"tokens\":");
-    write::ids(&mut out, &ids);
-    out.push(b'}');
-    Ok(json(out))
+    let is_short = ids.len() <= max_inline;
+    let max_model_len = app.engine.submitter.max_model_len();
+    let write = move || {
+        let mut out = b"{\"count\":".to_vec();
+        write::integer(&mut out, ids.len());
+        out.extend_from_slice(b",\"max_model_len\":");
+        write::integer(&mut out, max_model_len);
+        out.extend_from_slice(b",\"tokens\":");
+        write::ids(&mut out, &ids);
+        out.push(b'}');
+        Ok(out)
+    };
+    Ok(json(if is_short { write()? } else { apart(write).await? }))
 }
 
 /// `POST /detokenize`

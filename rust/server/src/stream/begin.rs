@@ -16,8 +16,6 @@ use crate::error::ApiError;
 #[derive(Debug)]
 pub(crate) struct Submission {
     pub(crate) prompts: Vec<Vec<i32>>,
-    /// They were texts.
-    pub(crate) was_tokenized: bool,
     /// Without a prompt.
     pub(crate) spec: RequestSpec,
     pub(crate) text: TextSpec,
@@ -33,15 +31,18 @@ pub(crate) fn open(
     app: &Arc<App>,
     submitted: Submitted,
     spec: &RequestSpec,
-    num_prompts: usize,
+    (num_prompts, has_texts): (usize, bool),
     entry: Option<&Arc<Entry>>,
 ) -> Result<Ticket, ApiError> {
     let class = app.engine.submitter.class_of(spec);
     if let Some(entry) = entry {
         entry.set_terms(spec.tenant.as_ref(), class);
     }
-    let ticket = Ticket::open(app, submitted, num_prompts)?;
+    let mut ticket = Ticket::open(app, submitted, num_prompts)?;
     app.engine.submitter.check_rates(spec.tenant.as_ref(), class, num_prompts, (app.engine.clock)())?;
+    if has_texts {
+        ticket.owe((spec.tenant.clone(), class));
+    }
     Ok(ticket)
 }
 
@@ -55,19 +56,20 @@ pub(crate) fn begin(
     submission: Submission,
     entry: Option<Arc<Entry>>,
 ) -> Result<Ticket, ApiError> {
-    let Submission { prompts, was_tokenized, spec, text, is_whole } = submission;
+    let Submission { prompts, spec, text, is_whole } = submission;
     let (engine, num_prompts) = (&app.engine, prompts.len());
-    let (tenant, class) = (spec.tenant.clone(), engine.submitter.class_of(&spec));
     let now_ns = (engine.clock)();
     let recipient = app.router.recipient(ticket.indices().start, is_whole);
     let prepared = engine.processor.prepare_list(spec, prompts, &text, recipient, now_ns).map_err(|refused| {
         let error = at_prompt(refused, num_prompts);
-        if was_tokenized && error.status == StatusCode::BAD_REQUEST {
-            // It has cost work, as /tokenize does. If that is above the rate, the next one is refused before it costs any.
-            let _ = engine.submitter.charge_request(tenant.as_ref(), class, now_ns);
+        if error.status != StatusCode::BAD_REQUEST {
+            // It is to come back when the rate lets it in, which it must not use up meanwhile.
+            ticket.settle();
         }
         error
     })?;
+    // Its reservation was charged.
+    ticket.settle();
     // Entered before the engine can tell anything of it.
     let place = app.events.enter(ticket.submitted(), now_ns, prepared.ids().zip(prepared.prompt_lens()));
     let submitted = ticket.submitted().submit(prepared);

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use axum::body::Body;
 use axum::response::Response;
@@ -10,10 +10,11 @@ use bytes::Bytes;
 use cbrs_text::Update;
 use http_body::Frame;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue};
+use tokio::task::JoinHandle;
 
 use super::ticket::Ticket;
 use crate::error::ApiError;
-use crate::reply::{Answer, Usage};
+use crate::reply::{Answer, MAX_INLINE_VALUES, Usage, num_values};
 
 const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Estimate for events before the first.
@@ -23,8 +24,18 @@ const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering")
 
 /// The events of one request. Dropping it before its end cancels the request.
 struct EventStream<A> {
-    /// Absent after the last frame.
-    ticket: Option<Ticket>,
+    /// Absent while it writes, and after the last frame.
+    writer: Option<Box<EventWriter<A>>>,
+    /// A frame that the pool writes, since it has too much to tell to be written where connections are served.
+    writing: Option<JoinHandle<Written<A>>>,
+}
+
+/// A frame, and the writer unless it was the last.
+type Written<A> = (Vec<u8>, Option<Box<EventWriter<A>>>);
+
+/// Writes the frames.
+struct EventWriter<A> {
+    ticket: Ticket,
     answer: A,
     usage: Usage,
     has_usage: bool,
@@ -35,9 +46,9 @@ struct EventStream<A> {
 
 /// A response whose body is the events of a request.
 pub(crate) fn event_stream<A: Answer>(ticket: Ticket, answer: A, has_usage: bool) -> Response {
-    let usage = Usage::default();
-    let stream =
-        EventStream { ticket: Some(ticket), answer, usage, has_usage, updates: Vec::new(), event_len: FIRST_EVENT_LEN };
+    let (usage, updates, event_len) = (Usage::default(), Vec::new(), FIRST_EVENT_LEN);
+    let writer = Box::new(EventWriter { ticket, answer, usage, has_usage, updates, event_len });
+    let stream = EventStream { writer: Some(writer), writing: None };
     let mut response = Response::new(Body::new(stream));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
@@ -46,10 +57,21 @@ pub(crate) fn event_stream<A: Answer>(ticket: Ticket, answer: A, has_usage: bool
     response
 }
 
-impl<A: Answer> EventStream<A> {
+impl<A: Answer> EventWriter<A> {
+    /// Writes what has come as one frame.
+    fn frame(mut self: Box<Self>) -> Written<A> {
+        let num_events = self.updates.len();
+        // The first and the last frame have more than tokens.
+        let mut out = Vec::with_capacity(num_events * self.event_len + 2 * FIRST_EVENT_LEN);
+        let is_over = self.write(&mut out);
+        self.event_len = out.len().div_ceil(num_events);
+        (out, (!is_over).then_some(self))
+    }
+
     /// Writes what has come; returns whether it was the last.
-    fn write(&mut self, ticket: &mut Ticket, out: &mut Vec<u8>) -> bool {
-        let mut news = self.updates.drain(..);
+    fn write(&mut self, out: &mut Vec<u8>) -> bool {
+        let Self { ticket, answer, usage, has_usage, updates, .. } = self;
+        let mut news = updates.drain(..);
         while let Some(update) = news.next() {
             let error = update.end.as_ref().and_then(|end| ticket.end_error(end));
             let is_over = ticket.note(&update);
@@ -62,12 +84,12 @@ impl<A: Answer> EventStream<A> {
                 write_error(&error, out);
                 return true;
             }
-            self.usage.add(&update);
-            let choice = self.answer.add(ticket.prompt(&update), update);
-            self.answer.write_chunk(choice, out);
+            usage.add(&update);
+            let choice = answer.add(ticket.prompt(&update), update);
+            answer.write_chunk(choice, out);
             if is_over {
-                if self.has_usage {
-                    self.answer.write_usage_chunk(&self.usage, out);
+                if *has_usage {
+                    answer.write_usage_chunk(usage, out);
                 }
                 out.extend_from_slice(DONE);
                 return true;
@@ -91,22 +113,28 @@ impl<A: Answer> http_body::Body for EventStream<A> {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let this = &mut *self;
-        let Some(mut ticket) = this.ticket.take() else { return Poll::Ready(None) };
-        if ticket.poll_take(cx, &mut this.updates).is_pending() {
-            this.ticket = Some(ticket);
-            return Poll::Pending;
+        if let Some(mut writer) = this.writer.take() {
+            if writer.ticket.poll_take(cx, &mut writer.updates).is_pending() {
+                this.writer = Some(writer);
+                return Poll::Pending;
+            }
+            if writer.updates.iter().map(num_values).sum::<usize>() <= MAX_INLINE_VALUES {
+                let (out, writer) = writer.frame();
+                this.writer = writer;
+                return Poll::Ready(Some(Ok(Frame::data(Bytes::from(out)))));
+            }
+            this.writing = Some(tokio::task::spawn_blocking(move || writer.frame()));
         }
-        let num_events = this.updates.len();
-        // The first and the last frame have more than tokens.
-        let mut out = Vec::with_capacity(num_events * this.event_len + 2 * FIRST_EVENT_LEN);
-        if !this.write(&mut ticket, &mut out) {
-            this.ticket = Some(ticket);
-        }
-        this.event_len = out.len().div_ceil(num_events);
+        let Some(writing) = &mut this.writing else { return Poll::Ready(None) };
+        let written = ready!(Pin::new(writing).poll(cx));
+        this.writing = None;
+        // A panic was reported where it happened; the ticket is gone, and with it the request.
+        let Ok((out, writer)) = written else { return Poll::Ready(None) };
+        this.writer = writer;
         Poll::Ready(Some(Ok(Frame::data(Bytes::from(out)))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.ticket.is_none()
+        self.writer.is_none() && self.writing.is_none()
     }
 }

@@ -1,10 +1,14 @@
 //! What one HTTP request became, and who may end it.
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Poll;
 
 use cbrs_core::{RequestId, Submitter};
 use cbrs_text::Prepared;
+use tokio::sync::Notify;
 
 use crate::access::{self, ApiKey};
 use crate::error::ApiError;
@@ -20,6 +24,8 @@ pub(crate) struct Submitted {
     state: Mutex<State>,
     /// Somebody asked for its end by one of its names.
     is_cancelled: AtomicBool,
+    /// Told when its end is asked for.
+    ending: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -32,7 +38,8 @@ struct State {
 
 impl Submitted {
     pub(crate) fn new(id: String, name: Option<String>, owner: Option<Arc<ApiKey>>) -> Self {
-        Self { id, name, owner, state: Mutex::default(), is_cancelled: AtomicBool::new(false) }
+        let (state, is_cancelled, ending) = (Mutex::default(), AtomicBool::new(false), Notify::new());
+        Self { id, name, owner, state, is_cancelled, ending }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -69,12 +76,19 @@ impl Submitted {
         Ok(())
     }
 
-    /// Whether nobody has asked for its end while it was prepared.
+    /// Prepares a part of it, for as long as nobody has asked for its end.
     ///
     /// # Errors
-    /// As what it ends.
-    pub(crate) fn still_wanted(&self) -> Result<(), ApiError> {
-        self.check_wanted(&self.lock())
+    /// Those of `work`; 499 or 503 once its end was asked for.
+    pub(crate) async fn prepare<T>(&self, work: impl Future<Output = Result<T, ApiError>>) -> Result<T, ApiError> {
+        let (mut ended, mut work) = (pin!(self.ending.notified()), pin!(work));
+        let done = poll_fn(|cx| match ended.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(None),
+            Poll::Pending => work.as_mut().poll(cx).map(Some),
+        });
+        let done = done.await;
+        self.check_wanted(&self.lock())?;
+        done.unwrap_or_else(|| Err(ApiError::failed("the request was ended")))
     }
 
     fn check_wanted(&self, state: &State) -> Result<(), ApiError> {
@@ -97,12 +111,14 @@ impl Submitted {
             // Before the engine is told, for its answer is read with this.
             self.is_cancelled.store(true, Ordering::Relaxed);
         }
+        self.ending.notify_one();
         state.end(submitter)
     }
 
     /// Asks for the end of all because the server ends, which is what their readers are told.
     pub(crate) fn cut(&self, submitter: &Submitter) {
         self.lock().end(submitter);
+        self.ending.notify_one();
     }
 }
 

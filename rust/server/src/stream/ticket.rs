@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use cbrs_core::FinishReason;
+use cbrs_core::policy::Class;
 use cbrs_text::{End, Update};
 
 use super::mailbox::{Mailbox, Rest};
@@ -28,7 +29,12 @@ pub(crate) struct Ticket {
     tally: Tally,
     /// Absent once the entry has it.
     active: Option<Active>,
+    /// Whose rate is charged for the work of preparing it, if it is never submitted.
+    debtor: Option<Debtor>,
 }
+
+/// Who pays for prompts that are prepared in vain, as for `/tokenize`: otherwise leaving in time would be a way round the rate.
+pub(super) type Debtor = (Option<Arc<str>>, Class);
 
 impl Ticket {
     /// Counts a request in, under its names.
@@ -40,8 +46,8 @@ impl Ticket {
         let (app, submitted, mailbox) = (Arc::clone(app), Arc::new(submitted), Arc::default());
         let indices = app.router.open(&mailbox, num_prompts);
         app.names.add(&submitted);
-        let (entry, tally, active) = (None, Tally::default(), Some(active));
-        Ok(Self { app, submitted, mailbox, indices, num_open: num_prompts, entry, tally, active })
+        let (entry, tally, active, debtor) = (None, Tally::default(), Some(active), None);
+        Ok(Self { app, submitted, mailbox, indices, num_open: num_prompts, entry, tally, active, debtor })
     }
 
     /// Tells `entry` what comes of the request, which counts as under way until its answer is written.
@@ -50,6 +56,16 @@ impl Ticket {
             entry.count(active);
         }
         self.entry = entry;
+    }
+
+    /// Names who pays if it is dropped before `settle`.
+    pub(super) fn owe(&mut self, debtor: Debtor) {
+        self.debtor = Some(debtor);
+    }
+
+    /// It has been paid for, or cost nothing.
+    pub(super) fn settle(&mut self) {
+        self.debtor = None;
     }
 
     pub(super) fn indices(&self) -> Range<u64> {
@@ -97,6 +113,10 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
+        if let Some((tenant, class)) = self.debtor.take() {
+            // If that is above the rate, the next one is refused before it costs any.
+            let _ = self.app.engine.submitter.charge_request(tenant.as_ref(), class, (self.app.engine.clock)());
+        }
         self.app.names.remove(&self.submitted);
         if self.num_open > 0 {
             self.submitted.cut(&self.app.engine.submitter);
