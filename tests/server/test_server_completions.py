@@ -182,3 +182,18 @@ def test_a_seen_prefix_is_reported_as_cached(client: Client) -> None:
 def test_the_last_tokens_of_a_long_prompt_are_kept(client: Client) -> None:
     answer = client.complete(prompt=list(range(30)), max_tokens=1, truncate_prompt_tokens=5)
     assert answer["usage"]["prompt_tokens"] == 5
+
+
+def test_what_has_much_to_tell_is_told_whole_and_streamed(client: Client) -> None:
+    # More values than are written where connections are served.
+    body = {"prompt": list(range(1, 101)), "max_tokens": 30, "n": 8, "logprobs": 5}
+    whole = client.complete(**body, prompt_logprobs=20)["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in whole] == [100] * 8
+    assert all(len(row) >= 20 for row in whole[0]["prompt_logprobs"][1:])
+    chunks = client.chunks(PATH, **body, prompt_logprobs=20)
+    for index, choice in enumerate(whole):
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, array in choice["logprobs"].items():
+            assert [entry for part in parts for entry in part["logprobs"][name]] == array
+    assert client.complete(prompt=PROMPT, max_tokens=1)["choices"]

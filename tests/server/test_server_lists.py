@@ -119,7 +119,13 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_prepared() -> None:
         answers: list[httpx2.Response] = []
 
         def ask() -> None:
-            answers.append(client.post(PATH, body(prompt=[text] * 6), **{"x-request-id": "mine"}))
+            answers.append(
+                client.post(
+                    PATH,
+                    body(prompt=[text] * 6, truncate_prompt_tokens=9),
+                    **{"x-request-id": "mine"},
+                )
+            )
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -154,3 +160,36 @@ def test_only_what_a_cancel_has_ended_is_listed() -> None:
             # The first may still be known by its name, but there is nothing of it left to end.
             assert canceller.post("/v1/requests/mine/cancel").json() == {"cancelled": ids[1:]}
             assert [list(part)[-2] for part in (lines, others)]
+
+
+def test_a_prompt_that_was_prepared_in_vain_counts_as_a_request() -> None:
+    with limited(limits={"requests_per_min": 8}, max_model_len=512) as (llm, client):
+        answers: list[httpx2.Response] = []
+
+        def ask() -> None:
+            fields = body(prompt=["word " * 120_000] * 6, truncate_prompt_tokens=9)
+            answers.append(client.post(PATH, fields, **{"x-request-id": "mine"}))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        other = Client(str(client.http.base_url))
+        wait_until(
+            lambda: (
+                other.http.post("/v1/requests/mine/cancel").status_code == 200
+                or not asking.is_alive()
+            )
+        )
+        asking.join()
+        assert error_of(answers[0], 499)["code"] == "cancelled"
+        # One of the minute's eight is used (and some milliseconds add nothing).
+        statuses = [client.post(PATH, body()).status_code for _ in range(9)]
+        assert statuses == [200] * 7 + [429] * 2
+        assert (num_accepted(llm), is_idle(llm)) == (7, True)
+
+
+def test_a_bad_prompt_of_a_list_is_named_whatever_comes_after_it() -> None:
+    with limited(max_model_len=512) as (llm, client):
+        refused = error_of(client.post(PATH, body(prompt=["One", LONG, "Two", LONG])), 400)
+        assert (refused["code"], refused["param"]) == ("context_length_exceeded", "prompt[1]")
+        assert client.post(PATH, body(prompt=["One", LONG], truncate_prompt_tokens=9)).is_success
+        assert num_accepted(llm) == 2
