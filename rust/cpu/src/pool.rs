@@ -1,6 +1,6 @@
 //! The threads that run work items.
 //!
-//! A call that needs several rounds of items (a decoder step has hundreds) opens a [`Team`]: between its rounds the
+//! A call that needs several rounds of items (a decoder step has hundreds) opens a `Team`: between its rounds the
 //! threads wait awake for a few microseconds before they sleep, because waking one costs as much as a round of a small
 //! batch. The calling thread never waits for a thread to arrive: items go to whoever asks, so a thread that sleeps, or
 //! that the system has given to another process, costs the round no more than the item it holds.
