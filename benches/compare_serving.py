@@ -37,6 +37,7 @@ from typing import Any
 
 from comparing import drawing, results
 from comparing.contender import Contender, rounds
+from comparing.load_options import add_load_options
 from peers.serving.harness import Load
 from policies.output import Figures, Report, rounded
 
@@ -149,15 +150,7 @@ def parse() -> argparse.Namespace:
         "--checkpoints", type=Path, default=Path("checkpoints"), help="of make_checkpoint.py"
     )
     parser.add_argument("--dtype", choices=FOLDERS, default="bfloat16", help="of weights")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--runs", type=int, default=3, help="the median counts (default: 3)")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--max-model-len", type=int, default=512, help="prompt and output at most")
-    parser.add_argument("--requests-per-client", type=int, default=2)
-    parser.add_argument("--min-requests", type=int, default=8, help="of each run")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="prompts' ids are below it")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add_load_options(parser)
     parser.add_argument("--limit-s", type=float, default=600.0, help="of one run of one engine")
     for name, meaning in (("peer-python", "NAME=PYTHON"), ("model", "NAME=PATH")):
         parser.add_argument(

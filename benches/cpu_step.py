@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from comparing.timed import Timed
 from hardware import describe_run
 
 from cbrs import LLM
@@ -35,26 +36,6 @@ def prefill_steps(options: argparse.Namespace, num_seqs: int) -> int:
     """Return the most steps that pass until all of `num_seqs` sequences decode."""
     # Beside the decodes of a full batch, which is at most a quarter of the budget.
     return -(-num_seqs * options.context // (PREFILL_TOKENS - num_seqs)) + 4
-
-
-class Timed:
-    """Stands before a runner or sampler and adds up the time of its calls."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.seconds = 0.0
-
-    def forward(self, batch: Any) -> Any:
-        return self._call(self.inner.forward, batch)
-
-    def sample(self, logits: Any, batch: Any) -> Any:
-        return self._call(self.inner.sample, logits, batch)
-
-    def _call(self, method: Any, *arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = method(*arguments)
-        self.seconds += time.perf_counter() - started
-        return result
 
 
 class TimedScheduler:

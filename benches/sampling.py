@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import numpy as np
+from comparing.timed import Timed
 from hardware import describe_run
 
 from cbrs import LLM
@@ -35,26 +36,6 @@ HEAVY = {
     "logprobs": 5,
 }
 NUM_WARM_UP_STEPS = 2
-
-
-class Timed:
-    """Stands before a runner or sampler and adds up the time of its calls."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.seconds = 0.0
-
-    def forward(self, batch: Any) -> Any:
-        return self._call(self.inner.forward, batch)
-
-    def sample(self, logits: Any, batch: Any) -> Any:
-        return self._call(self.inner.sample, logits, batch)
-
-    def _call(self, method: Any, *arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = method(*arguments)
-        self.seconds += time.perf_counter() - started
-        return result
 
 
 class Bench:

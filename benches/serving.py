@@ -18,10 +18,10 @@ Other engines under the same load: compare_serving.py.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from comparing import drawing, results
+from comparing.load_options import add_load_options
 from peers.serving.harness import Load, Settings
 from policies.output import Figures, Report, at_most, rounded
 
@@ -91,15 +91,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="as cbrs takes it")
     parser.add_argument("--dtype", default="auto", help="of weights and KV cache (default: auto)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--runs", type=int, default=3, help="the median counts (default: 3)")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--max-model-len", type=int, default=512, help="prompt and output at most")
-    parser.add_argument("--requests-per-client", type=int, default=2)
-    parser.add_argument("--min-requests", type=int, default=8, help="of each run")
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="prompts' ids are below it")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add_load_options(parser)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the result into this file")
     parser.add_argument("--json", action="store_true", help="print only the JSON line to stdout")
     options = parser.parse_args()
