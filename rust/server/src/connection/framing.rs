@@ -8,7 +8,9 @@
 //! 2. Hyper sees one request at a time: what follows it waits for the end of its answer. With more at hand hyper would not look at the
 //!    socket, and not see that the client has gone.
 
-use httparse::{EMPTY_HEADER, Error, Header, Request, Status};
+use std::mem::MaybeUninit;
+
+use httparse::{Error, Header, ParserConfig, Request, Status};
 use hyper::{StatusCode, Uri};
 
 use super::chunks::Chunks;
@@ -17,6 +19,8 @@ use crate::error::ApiError;
 
 /// Stands in for a head that is refused, so that the refusal is sent when its turn comes.
 const STAND_IN: &[u8] = b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n";
+/// Fields of a head that need no memory of their own.
+const MAX_FIELDS_ON_STACK: usize = 128;
 const LINE_END: &[u8] = b"\r\n";
 const HEAD_END: &[u8] = b"\r\n\r\n";
 
@@ -230,9 +234,18 @@ impl Framing {
 /// # Errors
 /// Why nobody can be sure of that, or 431.
 fn check_head(head: &[u8], max_fields: usize) -> Result<State, ApiError> {
-    let mut fields = vec![EMPTY_HEADER; max_fields];
-    let mut request = Request::new(&mut fields);
-    match request.parse(head) {
+    // Not written before they are needed: clearing room for a hundred fields takes as long as reading a usual head.
+    let mut on_stack = [const { MaybeUninit::uninit() }; MAX_FIELDS_ON_STACK];
+    let mut on_heap = Vec::new();
+    let fields = match on_stack.get_mut(..max_fields) {
+        Some(fields) => fields,
+        None => {
+            on_heap.resize_with(max_fields, MaybeUninit::uninit);
+            &mut on_heap[..]
+        }
+    };
+    let mut request = Request::new(&mut []);
+    match ParserConfig::default().parse_request_with_uninit_headers(&mut request, head, fields) {
         Ok(Status::Complete(_)) => {}
         Ok(Status::Partial) => return Err(ApiError::bad_request("the head of the request is empty")),
         Err(Error::TooManyHeaders) => {

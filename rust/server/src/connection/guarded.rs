@@ -10,7 +10,7 @@ use std::time::Duration;
 use hyper::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::exchange::Exchange;
 use super::framing::Framing;
@@ -22,25 +22,37 @@ const LINGER: Duration = Duration::from_secs(2);
 /// How often it is looked whether a client is gone of whom nothing is read for now.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A time-out that costs nothing until it begins.
+/// A time-out that costs nothing until it begins, and hardly anything when it begins again: a timer for each request
+/// would be most of what the runtime's clock does. So the timer of an earlier beginning goes on, and is set anew only
+/// when it has rung too early.
 #[derive(Debug)]
 struct Timeout {
     limit: Duration,
-    running: Option<Pin<Box<Sleep>>>,
+    /// When it passes, while it runs.
+    end: Option<Instant>,
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl Timeout {
     fn new(limit: Duration) -> Self {
-        Self { limit, running: None }
+        Self { limit, end: None, timer: None }
     }
 
     /// Begins unless it has begun; ready when it has passed.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.running.get_or_insert_with(|| Box::pin(sleep(self.limit))).as_mut().poll(cx)
+        let end = *self.end.get_or_insert_with(|| Instant::now() + self.limit);
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(end)));
+        loop {
+            ready!(timer.as_mut().poll(cx));
+            if timer.deadline() >= end {
+                return Poll::Ready(());
+            }
+            timer.as_mut().reset(end);
+        }
     }
 
     fn end(&mut self) {
-        self.running = None;
+        self.end = None;
     }
 }
 
@@ -239,5 +251,34 @@ impl AsyncWrite for Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         self.exchange.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use super::*;
+
+    #[test]
+    fn a_time_out_that_begins_again_passes_its_whole_limit_later() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime");
+        let limit = Duration::from_millis(40);
+        runtime.block_on(async {
+            let mut timeout = Timeout::new(limit);
+            let pending = poll_fn(|cx| Poll::Ready(timeout.poll(cx).is_pending())).await;
+            assert!(pending, "it has only begun");
+            sleep_until(Instant::now() + limit / 2).await;
+            timeout.end();
+            let begun = Instant::now();
+            // The timer rings for the first beginning, and once more.
+            poll_fn(|cx| timeout.poll(cx)).await;
+            assert!(begun.elapsed() >= limit);
+            poll_fn(|cx| timeout.poll(cx)).await;
+            timeout.end();
+            let begun = Instant::now();
+            poll_fn(|cx| timeout.poll(cx)).await;
+            assert!(begun.elapsed() >= limit, "one that has passed begins anew too");
+        });
     }
 }

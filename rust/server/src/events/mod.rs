@@ -87,6 +87,10 @@ impl EventLog {
         for id in record.withdraw() {
             state.places.remove(&id.as_u64());
         }
+        // Refusals in a row would push out what is remembered. Another may have been entered behind it; then it stays, untold.
+        if number + 1 == state.next_number() {
+            state.records.pop_back();
+        }
     }
 
     /// Notes what the core wrote down, and what these updates tell.

@@ -23,8 +23,7 @@ struct Name {
     id: String,
     given: Option<String>,
     header: HeaderValue,
-    /// Its line of the access log, if there is one.
-    entry: Option<Arc<Entry>>,
+    entry: Arc<Entry>,
 }
 
 impl Name {
@@ -34,10 +33,8 @@ impl Name {
         let header = given.cloned().or_else(|| HeaderValue::from_str(&id).ok());
         let header = header.unwrap_or_else(|| HeaderValue::from_static(""));
         let given = given.and_then(|name| name.to_str().ok()).map(str::to_owned);
-        let entry = request.extensions().get::<Arc<Entry>>().cloned();
-        if let Some(entry) = &entry {
-            entry.name(&id, given.as_deref());
-        }
+        let entry = request.extensions().get::<Arc<Entry>>().cloned().expect("every request is observed");
+        entry.name(&id, given.as_deref());
         Self { id, given, header, entry }
     }
 
@@ -50,7 +47,7 @@ impl Name {
         prompts: (usize, bool),
     ) -> Result<Ticket, ApiError> {
         let submitted = Submitted::new(self.id.clone(), self.given.clone(), owner);
-        open(app, submitted, spec, prompts, self.entry.as_ref())
+        open(app, submitted, spec, prompts, &self.entry)
     }
 }
 

@@ -32,12 +32,10 @@ pub(crate) fn open(
     submitted: Submitted,
     spec: &RequestSpec,
     (num_prompts, has_texts): (usize, bool),
-    entry: Option<&Arc<Entry>>,
+    entry: &Entry,
 ) -> Result<Ticket, ApiError> {
     let class = app.engine.submitter.class_of(spec);
-    if let Some(entry) = entry {
-        entry.set_terms(spec.tenant.as_ref(), class);
-    }
+    entry.set_terms(spec.tenant.as_ref(), class);
     let mut ticket = Ticket::open(app, submitted, num_prompts)?;
     app.engine.submitter.check_rates(spec.tenant.as_ref(), class, num_prompts, (app.engine.clock)())?;
     if has_texts {
@@ -54,7 +52,7 @@ pub(crate) fn begin(
     app: &Arc<App>,
     mut ticket: Ticket,
     submission: Submission,
-    entry: Option<Arc<Entry>>,
+    entry: Arc<Entry>,
 ) -> Result<Ticket, ApiError> {
     let Submission { prompts, spec, text, is_whole } = submission;
     let (engine, num_prompts) = (&app.engine, prompts.len());

@@ -51,11 +51,11 @@ impl Ticket {
     }
 
     /// Tells `entry` what comes of the request, which counts as under way until its answer is written.
-    pub(super) fn log_to(&mut self, entry: Option<Arc<Entry>>) {
-        if let (Some(entry), Some(active)) = (&entry, self.active.take()) {
+    pub(super) fn log_to(&mut self, entry: Arc<Entry>) {
+        if let Some(active) = self.active.take() {
             entry.count(active);
         }
-        self.entry = entry;
+        self.entry = Some(entry);
     }
 
     /// Names who pays if it is dropped before `settle`.
