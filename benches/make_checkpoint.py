@@ -10,6 +10,8 @@ The source is a GGUF file of the llama architecture, by default that of SmolLM2-
   fp32       the same in float32, without any rounding
   bf16.gguf  GGUF file, matrices rounded to bfloat16; vectors in float32
   f16.gguf   the same in float16
+  q8_0.gguf  the same in Q8_0, quantized by the package `gguf`
+  q4_1.gguf  the same in Q4_1; matrices that the source has so are copied as they are
 
 Each is then loaded again and held against the source, tensor by tensor. Needs the packages
 `safetensors` and `gguf`. The last line is one JSON object.
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from comparing.checkpoint import Source
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-FORMS = ("bf16", "fp32", "bf16.gguf", "f16.gguf")
+FORMS = ("bf16", "fp32", "bf16.gguf", "f16.gguf", "q8_0.gguf", "q4_1.gguf")
 
 
 def write(source: Source, form: str, target: Path) -> None:

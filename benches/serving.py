@@ -21,23 +21,11 @@ import argparse
 from pathlib import Path
 
 from comparing import drawing, results
-from comparing.load_options import add_load_options
+from comparing.load_options import add_load_options, load_of
 from peers.serving.harness import Load, Settings
 from policies.output import Figures, Report, at_most, rounded
 
 WARM_UP_TOKENS = 8
-
-
-def load_of(options: argparse.Namespace, level: int, seed: int) -> Load:
-    """The load of a run; each seed has other prompts."""
-    return Load(
-        concurrency=level,
-        num_requests=max(options.min_requests, options.requests_per_client * level),
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        vocab_size=options.vocab_size,
-        seed=1000 * level + seed,
-    )
 
 
 def run(options: argparse.Namespace, report: Report) -> Figures:

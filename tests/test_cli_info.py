@@ -37,7 +37,7 @@ def test_the_json_says_what_the_modules_say(
     assert found["kernels"] == {"isa": features["isa"], "attention": features["kernel"]}
     assert found["torch"]["version"] == torch.__version__
     device = choose_device("auto")
-    dtype = str(choose_dtype("auto", device)).removeprefix("torch.")
+    dtype = str(choose_dtype("auto", device, False)).removeprefix("torch.")
     assert (found["torch"]["device"], found["torch"]["dtype"]) == (str(device), dtype)
     assert found["cache"] == str(tmp_path)
     assert found["offline"] == "CBRS_OFFLINE=1"

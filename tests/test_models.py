@@ -9,11 +9,12 @@ import pytest
 import torch
 from batches import Chunk, Tables
 from references import TOKENS, assert_equals_reference, load, logits_of, reference_logits
+from safetensors.torch import save_file
 
 from cbrs._core import CpuKernels
 from cbrs.errors import ModelLoadError
-from cbrs.loading import choose_dtype, load_model
-from cbrs.models.layers import Linear, native_bfloat16
+from cbrs.loading import load_model
+from cbrs.models.layers import Linear
 from cbrs.models.null import NullModel
 from cbrs.runner.attention import CpuAttention
 from cbrs.runner.kv_cache import KVCache
@@ -264,9 +265,38 @@ def test_bfloat16_is_near_float32(pack: bool, tiny_checkpoint: Path) -> None:
     assert float((exact - rounded).abs().mean()) < 0.03 * float(exact.std())
 
 
-def test_auto_dtype_is_what_the_cpu_computes_in() -> None:
-    expected = torch.bfloat16 if native_bfloat16() else torch.float32
-    assert choose_dtype("auto", torch.device("cpu")) == expected
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")],
+)
+def test_auto_dtype_follows_the_checkpoint(stored: str, expected: str, tmp_path: Path) -> None:
+    config = kit.tiny_config(torch_dtype="float32")  # what is stored counts, not what is said
+    folder = kit.write_folder(tmp_path / "model", config, {}, kit.byte_tokenizer())
+    tensors = kit.tensors_of(config)
+    kept = {
+        name: torch.from_numpy(values).to(getattr(torch, stored))
+        if values.ndim > 1
+        else torch.from_numpy(values)  # norms are float32 in many a checkpoint of another type
+        for name, values in tensors.items()
+    }
+    save_file(kept, folder / "model.safetensors")
+    loaded = load_model(folder, device="cpu")
+    assert loaded.dtype == getattr(torch, expected)
+    assert loaded.kv_bytes_per_block(16) == 2 * 2 * 2 * 16 * 16 * loaded.dtype.itemsize
+    assert load_model(folder, device="cpu", dtype="float32").dtype == torch.float32
+
+
+def test_a_few_matrices_in_float32_do_not_decide_the_dtype(tmp_path: Path) -> None:
+    config = kit.tiny_config()
+    folder = kit.write_folder(tmp_path / "model", config, {}, kit.byte_tokenizer())
+    tensors = {
+        name: torch.from_numpy(values).to(
+            torch.float32 if name.endswith("q_proj.weight") else torch.bfloat16
+        )
+        for name, values in kit.tensors_of(config).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    assert load_model(folder, device="cpu").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", ""])

@@ -8,7 +8,8 @@ from typing import Any
 from policies import plots
 from policies.output import Figures
 
-from .results import OURS, OURS_HTTP, Results
+from .kinds import LABELS, OF_CBRS, OVER_HTTP, QUANTIZED
+from .results import Results
 
 COLOURS = ["#2c6fbb", "#27874a", "#8e5ea2", "#d08a1d", "#7f8c8d", "#444444"]
 PANELS = {
@@ -25,28 +26,36 @@ def clients_axis(axes: Any, levels: list[int]) -> None:
     axes.set_xlabel("clients")
 
 
-def comparison(results: Results, labels: dict[str, str], title: str, path: Path) -> None:
-    """Throughput and latencies over the number of clients, a line for each engine."""
+def comparison(results: Results, bounds: Figures, title: str, path: Path) -> None:
+    """Throughput and latencies over the number of clients, a line for each engine.
+
+    `bounds` are the most tokens/s by number of clients, if they are known.
+    """
     shown = {name: result for name, result in results.items() if result.get("points")}
     colours = iter(COLOURS * 2)
-    styles = {
-        name: {"color": plots.OURS, "linewidth": 2.6, "linestyle": "-" if name == OURS else "--"}
-        if name in (OURS, OURS_HTTP)
-        else {"color": next(colours), "linewidth": 1.6}
-        for name in shown
-    }
+    styles: dict[str, dict[str, Any]] = {}
+    for name in shown:
+        ours = name in OF_CBRS
+        styles[name] = {"color": plots.OURS if ours else next(colours)}
+        styles[name]["linewidth"] = 2.6 if ours else 1.6
+        styles[name]["linestyle"] = "--" if name in OVER_HTTP else "-"
+        styles[name]["marker"] = "s" if name in QUANTIZED else "o"
     with plots.figure(path, 1, len(PANELS), title, 4.4, 3.8) as axes:
         for panel, (key, label) in zip(axes[0], PANELS.items(), strict=True):
             for name, result in shown.items():
                 levels = [int(level) for level in result["points"]]
                 values = [point[key] for point in result["points"].values()]
                 # Static batches have tokens without anything in between.
-                text = f"{labels[name]} {result['version']}"
-                panel.plot(levels, values, marker="o", label=text, **styles[name])
+                text = f"{LABELS[name]} {result['version']}"
+                panel.plot(levels, values, label=text, **styles[name])
             every = sorted({int(level) for one in shown.values() for level in one["points"]})
             clients_axis(panel, every)
             panel.set_title(label, fontsize=10)
             if key == "tokens_per_s":
+                if bounds:
+                    levels = [int(level) for level in bounds]
+                    style = {"color": "#999999", "linestyle": ":", "linewidth": 1.4}
+                    panel.plot(levels, list(bounds.values()), label="bound, 16 bits", **style)
                 panel.set_ylim(bottom=0)
             else:
                 panel.set_yscale("log")

@@ -37,7 +37,9 @@ class EngineConfig:
     """Tokenizer and chat template to use instead of the model's: a known name, a folder with
     `tokenizer.json`, or a `.gguf` file. Its vocabulary must fit the model's."""
     dtype: Dtype = "auto"
-    """Of weights and KV cache; `auto` is bfloat16 where the device computes in it, else float32."""
+    """Of weights and KV cache. `auto` on the CPU: float32 if the checkpoint is stored in float32,
+    else bfloat16 (also for float16 and GGUF's quantized types); on a GPU: bfloat16 where that
+    computes in it, else float32."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, …; `auto` is the first CUDA device if there is one."""
     num_threads: int | None = None

@@ -7,8 +7,10 @@ the file and the field. Pickle files are never opened and no code from a checkpo
 
 import json
 import logging
+import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,6 @@ from cbrs._core import CpuKernels, GgufFile, SafetensorsCheckpoint, Tokenizer
 from cbrs.models import config_from_gguf, config_from_hf, model_class
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error, read_json, read_text
-from cbrs.models.layers import native_bfloat16
 from cbrs.models.llama import EMBEDDING, HEAD, LlamaForCausalLM
 from cbrs.models.null import NullModel, is_null, null_config, parse_step_cost
 from cbrs.weights import CheckpointWeights
@@ -109,8 +110,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model to run on `device` in `dtype`, with its tokenizer or the one of `tokenizer`.
 
-    `auto` is the first CUDA device if there is one, and bfloat16 where the device computes in it,
-    else float32. `num_threads` is for the native kernels, None one per core that this process may
+    A `device` of `auto` is the first CUDA device if there is one. For `auto` as `dtype` see
+    `choose_dtype`. `num_threads` is for the native kernels, None one per core that this process may
     use; it also sets torch's CPU threads, which the process shares. `pack=False` keeps the plain
     weights and runs them with torch, as a reference for the packed ones.
 
@@ -119,20 +120,20 @@ def load_model(
         ValueError: a dtype or device that cannot be used here.
     """
     target = choose_device(device)
-    chosen = choose_dtype(dtype, target)
+    choose_dtype(dtype, target)  # what cannot be is refused before anything is fetched
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     name = os.fspath(name_or_path)
     path = resolve(name)
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if isinstance(path, str):
-        return _load_null(name, chosen, target, given)
+        return _load_null(name, choose_dtype(dtype, target), target, given)
     kernels = None
     if pack and target.type == "cpu":
         kernels = CpuKernels(num_threads or len(os.sched_getaffinity(0)))
     if path.is_dir():
-        return _load_folder(name, path, chosen, target, kernels, given)
-    return _load_gguf(name, path, chosen, target, kernels, given)
+        return _load_folder(name, path, dtype, target, kernels, given)
+    return _load_gguf(name, path, dtype, target, kernels, given)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
@@ -169,16 +170,33 @@ def choose_device(device: str) -> torch.device:
     return target
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the torch type that `dtype` means on `device`."""
+def choose_dtype(dtype: str, device: torch.device, is_stored_in_full: bool = True) -> torch.dtype:
+    """Return the torch type that `dtype` means on `device`.
+
+    On the CPU `auto` is float32 for a checkpoint that is stored in full, that is in float32, and
+    bfloat16 for every other one: half the bytes, and no slower without bfloat16 instructions. On a
+    GPU it is bfloat16 where that computes in it, else float32.
+    """
     if dtype == "auto":
-        native = native_bfloat16() if device.type == "cpu" else torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if native else torch.float32
+        if device.type == "cpu":
+            return torch.float32 if is_stored_in_full else torch.bfloat16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; give one of auto, {', '.join(_DTYPES)}")
     if dtype == "float16" and device.type == "cpu":
         raise ValueError("dtype float16 needs a GPU; give 'bfloat16' or 'float32' on the CPU")
     return _DTYPES[dtype]
+
+
+def _is_stored_in_full(
+    names: list[str], shape: Callable[[str], tuple[int, ...]], kind: Callable[[str], str]
+) -> bool:
+    """Say whether most values of a checkpoint's matrices are stored in float32."""
+    sizes = {True: 0, False: 0}
+    for name in names:
+        if len(shape(name)) > 1:
+            sizes[kind(name) == "F32"] += math.prod(shape(name))
+    return sizes[True] > sizes[False]
 
 
 def _load_null(
@@ -206,7 +224,7 @@ def _load_null(
 def _load_gguf(
     name: str,
     path: Path,
-    dtype: torch.dtype,
+    dtype: str,
     device: torch.device,
     kernels: CpuKernels | None,
     given: Tokenizer | None,
@@ -219,18 +237,20 @@ def _load_gguf(
     tokenizer = given or _gguf_tokenizer(source, path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path)
     convert = partial(family.convert_gguf, config)
-    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, kernels=kernels)
+    full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_type)
+    chosen = choose_dtype(dtype, device, full)
+    weights = CheckpointWeights(source, path, convert, dtype=chosen, device=device, kernels=kernels)
     tensors = family.expected_tensors(config)
     expected = ((name, family.gguf_name(name), shape) for name, shape in tensors)
     weights.check(expected, optional=family.gguf_factors)
     module = family(config, weights)
-    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device, kernels)
+    return LoadedModel(name, path, config, module, tokenizer, vocab_size, chosen, device, kernels)
 
 
 def _load_folder(
     name: str,
     path: Path,
-    dtype: torch.dtype,
+    dtype: str,
     device: torch.device,
     kernels: CpuKernels | None,
     given: Tokenizer | None,
@@ -246,7 +266,9 @@ def _load_folder(
     tokenizer = given or _folder_tokenizer(path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path / "tokenizer.json")
     convert = partial(family.convert_hf, config)
-    weights = CheckpointWeights(source, path, convert, dtype=dtype, device=device, kernels=kernels)
+    full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_dtype)
+    chosen = choose_dtype(dtype, device, full)
+    weights = CheckpointWeights(source, path, convert, dtype=chosen, device=device, kernels=kernels)
     stored_head = f"{HEAD}.weight"
     tied = config.tie_word_embeddings and stored_head in source.tensor_names
     expected = ((name, name, shape) for name, shape in family.expected_tensors(config))
@@ -254,7 +276,7 @@ def _load_folder(
     if tied:
         weights.require_equal(f"{EMBEDDING}.weight", stored_head)
     module = family(config, weights)
-    return LoadedModel(name, path, config, module, tokenizer, vocab_size, dtype, device, kernels)
+    return LoadedModel(name, path, config, module, tokenizer, vocab_size, chosen, device, kernels)
 
 
 def _no_weights(path: Path) -> str:

@@ -35,6 +35,8 @@ class Settings:
     max_model_len: int
     binary: str | None = None
     """Program of a peer that is one."""
+    quantization: str | None = None
+    """Of the weights, for cbrs; peers find it in their files."""
 
 
 @dataclass(frozen=True)

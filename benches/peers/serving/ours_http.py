@@ -8,6 +8,7 @@ import cbrs
 
 from .harness import Settings
 from .http import HttpPeer, free_port
+from .ours import quantization
 
 
 class Peer(HttpPeer):
@@ -20,4 +21,6 @@ class Peer(HttpPeer):
         command += ["--dtype", settings.dtype, "--num-threads", str(settings.num_threads)]
         command += ["--max-num-seqs", str(settings.max_num_seqs), "--served-model-name", "model"]
         command += ["--max-model-len", str(settings.max_model_len)]
+        for name, value in quantization(settings).items():
+            command += [f"--{name}", value]
         self.start(command, port, "model")

@@ -72,7 +72,7 @@ def _torch_info() -> dict[str, Any] | None:
     from cbrs.loading import choose_device, choose_dtype
 
     device = choose_device("auto")
-    dtype = choose_dtype("auto", device)
+    dtype = choose_dtype("auto", device, is_stored_in_full=False)
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
