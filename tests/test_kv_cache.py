@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,19 @@ def test_the_tensors_take_the_bytes_of_every_block_of_every_layer():
         assert cache.num_bytes == 7 * 2 * 3 * 4 * 2 * 16 * dtype.itemsize
         assert [tuple(t.shape) for t in (*cache.keys, *cache.values)] == [(7, 2, 4, 16)] * 6
         assert all(t.is_contiguous() and t.dtype == dtype for t in (*cache.keys, *cache.values))
+
+
+def test_a_pool_takes_no_memory_until_it_is_written_and_begins_on_a_cache_line():
+    def resident_bytes():
+        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    cache = KVCache(4, 4096, 16, 2, 64, torch.bfloat16)
+    assert cache.num_bytes == 128 << 20
+    assert resident_bytes() - before < 16 << 20
+    assert all(t.data_ptr() % 64 == 0 for t in (*cache.keys, *cache.values))
+    assert (cache.keys[3][-1] == 0).all()
 
 
 def test_poison_fills_everything_and_fill_only_the_blocks_named():

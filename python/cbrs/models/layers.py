@@ -258,7 +258,14 @@ def native_bfloat16() -> bool:
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].device.type != "cpu":
+        return torch.cat(parts)
+    # A plain copy: torch would start threads of its own for it, which then spin beside the kernels'
+    # and made loading a small model take half as long again.
+    joined = torch.from_numpy(np.concatenate([to_array(part) for part in parts]))
+    return joined.view(parts[0].dtype) if joined.dtype == torch.uint16 else joined
 
 
 def to_array(tensor: Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:

@@ -1,0 +1,1 @@
+"""Parts of `benches/startup.py`, `cpu_threads.py` and `capacity.py`."""
