@@ -242,6 +242,76 @@ def test_a_bench_of_the_engine_reports_every_check_and_draws(program, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_capacity_of_a_pool_is_shown_step_by_step(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    import kit
+
+    model, plot = kit.tiny(tmp_path / "model"), tmp_path / "plot.png"
+    report = document(
+        run(
+            *("capacity.py", "--model", str(model), "--dtype", "float32", "--runs", "1"),
+            *("--pool-tokens", "512", "--max-model-len", "256", "--shared-tokens", "64"),
+            *("--prompt-tokens", "16", "--output-tokens", "16", "--seconds", "0.2"),
+            *("--threads", "1", "--json", "--plot", str(plot)),
+        )
+    )
+    ways, factors = report["results"]["ways"], report["results"]["factors"]
+    assert list(ways)[:3] == ["contiguous", "paged", "shared"]
+    # Two pieces of 256 tokens; blocks of about 96 tokens; all of them with 64 in common.
+    assert ways["contiguous"]["num_running"] == pytest.approx(2, abs=0.1)
+    assert 3 < ways["paged"]["num_running"] < 7 < ways["shared"]["num_running"]
+    assert len({way["pool_bytes"] for way in ways.values()}) == 1
+    product = np.prod([value for name, value in factors["num_running"].items() if name in ways])
+    assert factors["num_running"]["product"] == pytest.approx(product, rel=0.01)
+    names = [f"{name}: sequences that run, to the way before" for name in list(ways)[1:]]
+    names.append("all together: tokens/s to contiguous reservation")
+    assert [check["name"] for check in report["checks"]] == names
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_capacity_refuses_a_pool_that_holds_nothing():
+    pytest.importorskip("torch")
+    result = run("capacity.py", "--pool-tokens", "100", "--max-model-len", "200")
+    assert result.returncode == 2
+    assert "--pool-tokens 100 holds no sequence" in result.stderr
+
+
+def test_threads_neighbours_and_idling_are_measured(tmp_path):
+    pytest.importorskip("torch")
+    import kit
+
+    model = kit.tiny(tmp_path / "model")
+    report = document(
+        run(
+            *("cpu_threads.py", "--model", str(model), "--batch", "4", "--context", "40"),
+            *("--num-steps", "2", "--rounds", "1", "--threads", "2", "--seconds", "0.5"),
+            *("--settle-s", "0.2", "--json"),
+        )
+    )
+    assert list(report["results"]) == ["scaling", "busy", "idle"]
+    assert all(check["value"] > 0 for check in report["checks"][:2])
+    assert report["results"]["idle"]["seconds"] == pytest.approx(0.5, rel=0.5)
+    assert [check["name"] for check in report["checks"]] == [
+        "1 to 2 threads, 4 sequences: times as fast",
+        "beside a busy process: step to that alone",
+        "no requests: processor time",
+    ]
+
+
+def test_the_start_is_timed_and_its_memory_looked_at(tmp_path):
+    pytest.importorskip("torch")
+    import kit
+
+    model = kit.tiny(tmp_path / "model")
+    line = run("running/first_token.py", str(model), "auto", "64")
+    figures = document(line)
+    assert 0 < figures["first_token_s"] <= figures["end_s"]
+    assert figures["pool_bytes"] == 64 * 16 * 2 * 2 * 2 * 16 * 4
+    assert figures["weight_bytes"] > 64 * 320 * 4
+    assert figures["peak_bytes"] > 0
+
+
 def test_the_bench_of_the_front_end_reports_its_checks():
     """Two of its parts: each starts a process or two."""
     pytest.importorskip("torch")

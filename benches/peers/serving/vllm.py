@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read when it is imported: the engine is to run in this process, and to tell nobody of it.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -19,17 +20,27 @@ from vllm.sampling_params import RequestOutputKind
 from .harness import Event, Settings, SteppedPeer
 
 
+def dtype_of(settings: Settings) -> str:
+    """The type to run in: without bfloat16 instructions its products in bfloat16 have no kernel."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags or "bf16" in flags
+    return settings.dtype if has_bfloat16 else "float32"
+
+
 class Peer(SteppedPeer):
     version = vllm.__version__
-    measured = "LLMEngine.step() in process, without detokenizing; prefix cache off"
 
     def __init__(self, settings: Settings) -> None:
+        dtype = dtype_of(settings)
+        self.measured = (
+            f"LLMEngine.step() in process, {dtype}, without detokenizing; prefix cache off"
+        )
         cores = sorted(os.sched_getaffinity(0))[: settings.num_threads]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=settings.model,
-                dtype=settings.dtype,
+                dtype=dtype,
                 max_model_len=settings.max_model_len,
                 max_num_seqs=settings.max_num_seqs,
                 enable_prefix_caching=False,
