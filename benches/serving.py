@@ -8,7 +8,7 @@ Prompts of 128 random ids, all different; 128 output tokens, greedy, end tokens 
 medians of `--runs` rounds over all numbers of clients:
 
   tokens_per_s            output tokens over the whole time
-  ttft, itl               time to first token and between tokens, ms, 50th and 99th percentile
+  ttft, itl               time to first token and between tokens, ms: percentiles, longest
   weight_bytes_per_token  bytes of weights that steps read for each output token: steps times the
                           matrices' size in `--dtype` (by count of parameters), over output tokens
 
@@ -40,6 +40,7 @@ def run(options: argparse.Namespace, report: Report) -> Figures:
             num_threads=options.threads,
             max_num_seqs=max(options.concurrency),
             max_model_len=options.max_model_len,
+            token_budget=options.token_budget,
         )
     )
     try:
@@ -79,6 +80,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct", help="as cbrs takes it")
     parser.add_argument("--dtype", default="auto", help="of weights and KV cache (default: auto)")
+    parser.add_argument("--token-budget", type=int, help="of a step (default: the engine's)")
     add_load_options(parser)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the result into this file")
     parser.add_argument("--json", action="store_true", help="print only the JSON line to stdout")

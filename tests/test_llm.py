@@ -375,6 +375,13 @@ def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
     assert undecided == {"target_itl_ms", "max_queue_s", "max_queued_tokens", "tokenizer"}
 
 
+def test_the_token_budget_fits_the_device_unless_it_is_given(make_llm, tiny):
+    assert make_llm(tiny).config().max_num_batched_tokens == 512
+    assert make_llm(tiny, max_num_seqs=600).config().max_num_batched_tokens == 1200
+    assert make_llm(tiny, max_num_batched_tokens=40).config().max_num_batched_tokens == 40
+    assert make_llm("null").config().max_num_batched_tokens == 2048
+
+
 def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm, tiny):
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
     assert make_llm(tiny, kv_cache_bytes=100 * block_bytes + 1).config().num_blocks == 100

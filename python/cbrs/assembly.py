@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cbrs")
 
+_DEFAULT_TOKEN_BUDGET = 2048
+_CPU_TOKEN_BUDGET = 512
+"""With the CPU's kernels a prompt takes the same time in steps of 128 to 2,048 tokens."""
+
 
 def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     """Loads the model of `config` and returns an engine for it, and its tokenizer if it has one.
@@ -82,18 +86,26 @@ def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
     block_bytes = loaded.kv_bytes_per_block(config.block_size)
     num_blocks = _num_blocks(config, loaded, max_model_len, block_bytes)
     given = {item.name: getattr(config, item.name) for item in fields(config)}
-    chunk = config.max_prefill_chunk_tokens
+    budget, chunk = _token_budget(config, loaded), config.max_prefill_chunk_tokens
     decided = {
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "num_threads": config.num_threads or len(os.sched_getaffinity(0)),
         "num_blocks": num_blocks,
         "kv_cache_bytes": num_blocks * block_bytes,
-        "max_prefill_chunk_tokens": config.max_num_batched_tokens if chunk is None else chunk,
+        "max_num_batched_tokens": budget,
+        "max_prefill_chunk_tokens": budget if chunk is None else chunk,
         "max_model_len": max_model_len,
         "policy": "",
     }
     return EffectiveConfig(**(given | decided))
+
+
+def _token_budget(config: EngineConfig, loaded: LoadedModel) -> int:
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    usual = _DEFAULT_TOKEN_BUDGET if loaded.kernels is None else _CPU_TOKEN_BUDGET
+    return max(usual, 2 * config.max_num_seqs)
 
 
 def _num_blocks(

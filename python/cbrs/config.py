@@ -53,8 +53,10 @@ class EngineConfig:
     `max_num_seqs` can use."""
     max_num_seqs: int = 64
     """Sequences that run at once."""
-    max_num_batched_tokens: int = 2048
-    """Token budget of one step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; None = 512 for a model on the CPU, where prompts are computed no
+    faster in larger steps and each of them holds up everybody who decodes, else 2,048; never less
+    than two tokens for each of `max_num_seqs`."""
     max_prefill_chunk_tokens: int | None = None
     """Prompt tokens of one sequence in one step; None = the token budget."""
     max_model_len: int | None = None
@@ -117,6 +119,7 @@ class EffectiveConfig(EngineConfig):
     num_threads: int
     num_blocks: int
     kv_cache_bytes: int
+    max_num_batched_tokens: int
     max_prefill_chunk_tokens: int
     max_model_len: int
     policy: str

@@ -37,6 +37,8 @@ class Settings:
     """Program of a peer that is one."""
     quantization: str | None = None
     """Of the weights, for cbrs; peers find it in their files."""
+    token_budget: int | None = None
+    """Most tokens of a step, for cbrs; None as it chooses. Peers: as their drivers say."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,7 @@ def figures(seen: list[Seen], duration_s: float, load: Load) -> Figures:
         "ttft_p99_ms": percentile(ttft, 99),
         "itl_p50_ms": percentile(gaps, 50),
         "itl_p99_ms": percentile(gaps, 99),
+        "itl_max_ms": max(gaps, default=0.0),
         "duration_s": duration_s,
     }
 

@@ -73,6 +73,7 @@ class HttpPeer(Peer):
             "ttft_p99_ms": report["ttft_ms"]["p99"],
             "itl_p50_ms": report["itl_ms"]["p50"],
             "itl_p99_ms": report["itl_ms"]["p99"],
+            "itl_max_ms": report["itl_ms"]["max"],
             "duration_s": report["duration_s"],
         }
 

@@ -30,6 +30,8 @@ class Peer(harness.Peer):
 
     def __init__(self, settings: Settings) -> None:
         extras = quantization(settings)
+        if settings.token_budget is not None:
+            extras["max_num_batched_tokens"] = settings.token_budget
         self.llm = AsyncLLM(
             settings.model,
             dtype=settings.dtype,
