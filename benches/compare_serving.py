@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import time
@@ -50,7 +51,7 @@ from policies.output import Figures, Report, rounded
 
 FOLDERS = {"bfloat16": "bf16", "float32": "fp32"}
 WARM_UP_TOKENS = 8
-WARM_UP_PROMPT = 16
+WARM_UP_REQUESTS = 8
 
 
 def model_of(name: str, options: argparse.Namespace) -> str:
@@ -121,8 +122,8 @@ class Comparison:
         names = [name for name in self.contenders if name not in self.left_out]
         runs: dict[str, list[Figures]] = {name: [] for name in names}
         warm_up = asdict(load_of(options, level, 0))
-        warm_up["num_requests"] = level
-        warm_up["prompt_tokens"] = min(WARM_UP_PROMPT, options.prompt_tokens)
+        # Prompts as long as those to come: some engines compile for lengths that they first see.
+        warm_up["num_requests"] = min(level, WARM_UP_REQUESTS)
         warm_up["output_tokens"] = min(WARM_UP_TOKENS, options.output_tokens)
         for name in names:
             self.contenders[name].measure(warm_up, options.limit_s)
@@ -248,6 +249,8 @@ def finish(comparison: Comparison) -> None:
 
 def main() -> None:
     options = parse()
+    # Ends all engines as well: what is told to stop must not leave one computing.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     comparison = Comparison(options, Report("compare_serving", options))
     try:
         comparison.start()
