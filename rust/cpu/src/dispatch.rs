@@ -4,13 +4,15 @@
 //! 1. A [`Kernels`] only ever holds an instruction set that this CPU has; that is what makes the calls into
 //!    functions with a `target_feature` sound.
 
+use crate::attention::element::Element;
+use crate::attention::plan::WorkItem;
+use crate::attention::tile::{Problem, Scratch, attend, finish};
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Team};
-use crate::simd::Element;
+use crate::simd::Simd;
 use crate::simd::portable::Portable;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::x86::{Avx2, Avx512};
-use crate::tile::{Problem, Scratch, WorkItem, attend};
 
 /// Instruction sets that have a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,23 +148,38 @@ impl Kernels {
     /// Runs one work item with the variant that fits.
     ///
     /// # Safety
-    /// As for [`attend`], but for the instruction set, which this type vouches for.
-    pub(crate) unsafe fn run_item<E: Element>(&self, problem: &Problem<'_, E>, item: &WorkItem, scratch: &mut Scratch) {
+    /// As for [`attend`] or [`finish`], but for the instruction set, which this type vouches for.
+    pub(crate) unsafe fn run_item<E: Element>(
+        &self,
+        problem: &Problem<'_, E>,
+        item: &WorkItem,
+        job: Job,
+        scratch: &mut Scratch,
+    ) {
         // SAFETY: the caller promises the problem; `isa` was detected at construction, and `choose` returns a
         // variant of it whose width divides the head size.
         unsafe {
             match Variant::choose(self.isa, problem.layout.head_dim()) {
                 #[cfg(target_arch = "x86_64")]
-                Variant::Avx512 => attend_avx512(problem, item, scratch),
+                Variant::Avx512 => run_avx512(problem, item, job, scratch),
                 #[cfg(target_arch = "x86_64")]
-                Variant::Avx2 => attend_avx2(problem, item, scratch),
+                Variant::Avx2 => run_avx2(problem, item, job, scratch),
                 #[cfg(not(target_arch = "x86_64"))]
                 Variant::Avx512 | Variant::Avx2 => unreachable!("not available on this CPU"),
-                Variant::Portable8 => attend::<Portable<8>, E>(problem, item, scratch),
-                Variant::Portable1 => attend::<Portable<1>, E>(problem, item, scratch),
+                Variant::Portable8 => run::<Portable<8>, E>(problem, item, job, scratch),
+                Variant::Portable1 => run::<Portable<1>, E>(problem, item, job, scratch),
             }
         }
     }
+}
+
+/// What is to be done for a work item.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Job {
+    /// [`attend`].
+    Attend,
+    /// [`finish`].
+    Finish,
 }
 
 /// Returns the kernel that a head size gets on this CPU, for reports.
@@ -171,21 +188,34 @@ pub fn kernel_name(head_dim: usize) -> &'static str {
 }
 
 /// # Safety
-/// As for [`attend`]; the CPU must have the features.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx2,fma")]
-unsafe fn attend_avx512<E: Element>(problem: &Problem<'_, E>, item: &WorkItem, scratch: &mut Scratch) {
-    // SAFETY: passed on; this function has the features.
-    unsafe { attend::<Avx512, E>(problem, item, scratch) }
+/// As for [`attend`] or [`finish`].
+#[inline(always)]
+unsafe fn run<S: Simd, E: Element>(problem: &Problem<'_, E>, item: &WorkItem, job: Job, scratch: &mut Scratch) {
+    // SAFETY: passed on.
+    unsafe {
+        match job {
+            Job::Attend => attend::<S, E>(problem, item, scratch),
+            Job::Finish => finish::<S, E>(problem, item, scratch),
+        }
+    }
 }
 
 /// # Safety
-/// As for [`attend`]; the CPU must have the features.
+/// As for [`run`]; the CPU must have the features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx2,fma")]
+unsafe fn run_avx512<E: Element>(problem: &Problem<'_, E>, item: &WorkItem, job: Job, scratch: &mut Scratch) {
+    // SAFETY: passed on; this function has the features.
+    unsafe { run::<Avx512, E>(problem, item, job, scratch) }
+}
+
+/// # Safety
+/// As for [`run`]; the CPU must have the features.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn attend_avx2<E: Element>(problem: &Problem<'_, E>, item: &WorkItem, scratch: &mut Scratch) {
+unsafe fn run_avx2<E: Element>(problem: &Problem<'_, E>, item: &WorkItem, job: Job, scratch: &mut Scratch) {
     // SAFETY: passed on; this function has the features.
-    unsafe { attend::<Avx2, E>(problem, item, scratch) }
+    unsafe { run::<Avx2, E>(problem, item, job, scratch) }
 }
 
 #[cfg(test)]

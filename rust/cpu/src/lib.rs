@@ -8,8 +8,7 @@
 //! | [`linear`] | products of a batch with packed weights |
 //! | [`layout`] | the shape of a cache and every index computed from it |
 //! | [`kv_write`] | copying new keys and values to their slots |
-//! | [`attention`] | checking a batch and cutting it into work items |
-//! | `tile`, `rows` | one work item, and its inner loops, generic over the instruction set |
+//! | [`attention`] | attention over the cache: checks, work items, inner loops generic over the instruction set |
 //! | [`sampling`] | from logits to tokens and log-probabilities |
 //! | `simd` | the few vector operations those loops need, per instruction set |
 //! | [`decoder`] | a whole model: the tokens of a batch to logits in one call |
@@ -22,8 +21,9 @@
 //! 1. Every shape and every index is verified before the first read or write. A bad argument is an [`Error`]
 //!    and changes nothing.
 //! 2. The result of a sequence depends on its own queries and cache content only. Keys are reduced in tiles of
-//!    64 positions counted from position 0, in ascending order, with the same arithmetic for each query row; so neither
-//!    neighbours, threads, block size, the place of its blocks, nor the chunks in which a prompt was computed change a bit of it.
+//!    64 and chunks of 256 positions counted from position 0, in ascending order, with the same arithmetic for each query row;
+//!    so neither neighbours, threads, block size, the place of its blocks, nor the chunks in which a prompt was computed change
+//!    a bit of it.
 //! 3. A query at position `i` reads exactly the slots of positions `0..=i`, or of the last `window` of them.
 
 pub mod attention;
@@ -38,10 +38,8 @@ pub mod linear;
 pub mod pool;
 pub mod probe;
 pub mod reference;
-mod rows;
 pub mod sampling;
 mod simd;
-mod tile;
 
 pub use attention::{AttentionArgs, BatchIndex};
 pub use decoder::{Decoder, DecoderParts, StepArgs};

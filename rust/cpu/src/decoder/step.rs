@@ -3,16 +3,16 @@
 use std::sync::{PoisonError, TryLockError};
 
 use super::tokens::{Heads, KvTarget, norm, write_angles};
-use super::workspace::{Clock, Plan, Workspace, run_of};
+use super::workspace::{Clock, Workspace, run_of};
 use super::{Decoder, DecoderParts, Layer, Linear, StepArgs};
+use crate::attention::element::Element;
+use crate::attention::tile::{Output, Problem};
 use crate::attention::{BatchIndex, PARALLEL_WORK};
-use crate::dispatch::Kernels;
+use crate::dispatch::{Job, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::{CacheLayout, CacheMut};
 use crate::linear::{LinearArgs, Then};
 use crate::pool::Team;
-use crate::simd::Element;
-use crate::tile::{Output, Problem};
 
 /// Below this many numbers handing a part of them to another thread costs more than it saves.
 const PARALLEL_NUMBERS: usize = 1 << 15;
@@ -260,9 +260,9 @@ impl Step<'_> {
         workspace: &mut Workspace,
     ) {
         let shape = &self.parts.shape;
-        let Workspace { query, mixed, plans, scratch, .. } = workspace;
-        let plan = plans.iter().find(|plan| plan.window == layer.sliding_window);
-        let Some(Plan { items, work, .. }) = plan else { unreachable!("each layer's window has a plan") };
+        let Workspace { query, mixed, plans, partials, scratch, .. } = workspace;
+        let plan = plans.iter().find(|(window, _)| *window == layer.sliding_window);
+        let Some((_, plan)) = plan else { unreachable!("each layer's window has a plan") };
         let len = shape.num_heads * shape.head_dim;
         let written = batch.index.query_start[batch.index.seq_lens.len()] as usize;
         let problem = Problem {
@@ -275,14 +275,18 @@ impl Step<'_> {
             scale: shape.attention_scale,
             sliding_window: layer.sliding_window,
             output: Output::new(&mut mixed[..self.num_tokens * len]),
+            partials: Output::new(partials),
         };
-        self.team.run(items.len(), *work >= PARALLEL_WORK, |thread, item| {
-            // Locked by the one thread that has this number, so nobody ever waits.
-            let mut scratch = scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: the step's check verified every shape and index that the items are made of; items differ in KV head
-            // or query tokens, so they write disjoint rows of `mixed`.
-            unsafe { self.kernels.run_item(&problem, &items[item], &mut scratch) };
-        });
+        for (items, job) in [(&plan.items, Job::Attend), (&plan.merges, Job::Finish)] {
+            self.team.run(items.len(), plan.work >= PARALLEL_WORK, |thread, item| {
+                // Locked by the one thread that has this number, so nobody ever waits.
+                let mut scratch = scratch[thread].lock().unwrap_or_else(PoisonError::into_inner);
+                // SAFETY: the step's check verified every shape and index that the items are made of; items differ in KV
+                // head, query tokens or chunks, so they write disjoint rows of `mixed` and partial sums; a merge comes
+                // after all items.
+                unsafe { self.kernels.run_item(&problem, &items[item], job, &mut scratch) };
+            });
+        }
         // Padding behind the last query.
         mixed[written * len..self.num_tokens * len].fill(0.0);
     }

@@ -5,8 +5,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::{DecoderParts, StepArgs};
-use crate::attention::plan;
-use crate::tile::{Scratch, WorkItem};
+use crate::attention::plan::{HeadShape, Plan};
+use crate::attention::tile::Scratch;
 
 /// Where the time of some steps went, as seen by the calling thread.
 #[derive(Debug, Clone, Copy, Default)]
@@ -19,15 +19,6 @@ pub struct StepTimes {
     pub attention: Duration,
     /// Embeddings, norms, rotary positions and KV writes.
     pub tokens: Duration,
-}
-
-/// Work items of attention for one window.
-#[derive(Debug, Default)]
-pub(super) struct Plan {
-    pub(super) window: Option<usize>,
-    pub(super) items: Vec<WorkItem>,
-    /// Multiply-adds of all items.
-    pub(super) work: usize,
 }
 
 /// Buffers of one step; they only ever grow.
@@ -47,7 +38,10 @@ pub(super) struct Workspace {
     pub(super) inner: Vec<f32>,
     /// Of each kind of rotary `[T, 2, pairs]`, cosine and sine.
     pub(super) angles: Vec<Vec<f32>>,
-    pub(super) plans: Vec<Plan>,
+    /// Work items of attention for each window that some layer has.
+    pub(super) plans: Vec<(Option<usize>, Plan)>,
+    /// Of the plan that has most of them.
+    pub(super) partials: Vec<f32>,
     /// Of each thread.
     pub(super) scratch: Vec<Mutex<Scratch>>,
     /// Slots in order, to find those that are given twice.
@@ -78,22 +72,25 @@ impl Workspace {
             grow(angles, num_tokens * 2 * rotary.inverse_frequencies.len());
         }
         while self.scratch.len() < num_threads {
-            self.scratch.push(Mutex::new(Scratch::new(0, shape.head_dim)));
+            self.scratch.push(Mutex::default());
         }
-        self.plan(parts, args);
+        self.plan(parts, args, num_threads);
     }
 
     /// Plans attention once for each window that some layer has.
-    fn plan(&mut self, parts: &DecoderParts, args: &StepArgs<'_>) {
+    fn plan(&mut self, parts: &DecoderParts, args: &StepArgs<'_>, num_threads: usize) {
         if self.plans.is_empty() {
             for layer in &parts.layers {
-                if self.plans.iter().all(|plan| plan.window != layer.sliding_window) {
-                    self.plans.push(Plan { window: layer.sliding_window, ..Plan::default() });
+                if self.plans.iter().all(|(window, _)| *window != layer.sliding_window) {
+                    self.plans.push((layer.sliding_window, Plan::default()));
                 }
             }
         }
-        for Plan { window, items, work } in &mut self.plans {
-            *work = plan(&args.index, &args.layout, parts.shape.num_heads, *window, items);
+        let (layout, num_heads) = (args.layout, parts.shape.num_heads);
+        for (sliding_window, plan) in &mut self.plans {
+            let shape = HeadShape { layout, num_heads, sliding_window: *sliding_window };
+            plan.make(&args.index, shape, num_threads);
+            grow(&mut self.partials, plan.num_partials);
         }
     }
 

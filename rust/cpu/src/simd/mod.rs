@@ -62,32 +62,6 @@ pub(crate) unsafe trait Simd: Copy {
     unsafe fn max_lane(vector: Self::Vector) -> f32;
 }
 
-/// Element of a cache.
-pub(crate) trait Element: Copy + Send + Sync {
-    /// Loads and widens `S::LANES` elements.
-    ///
-    /// # Safety
-    /// As for [`Simd`].
-    unsafe fn load<S: Simd>(ptr: *const Self) -> S::Vector;
-}
-
-impl Element for f32 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(ptr: *const Self) -> S::Vector {
-        // SAFETY: the contract is the same.
-        unsafe { S::load(ptr) }
-    }
-}
-
-/// A `u16` element holds the bits of a bf16 number.
-impl Element for u16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(ptr: *const Self) -> S::Vector {
-        // SAFETY: the contract is the same.
-        unsafe { S::load_bf16(ptr) }
-    }
-}
-
 /// Below this the exponential is returned as 0; `e^-87` is just above the smallest normal number.
 const EXP_ZERO_BELOW: f32 = -87.0;
 /// ln 2 in two parts: the first has few bits, so that its product with an exponent is exact.
@@ -155,15 +129,7 @@ pub(crate) unsafe fn sum<S: Simd>(vector: S::Vector) -> f32 {
 /// Bytes that one cache line holds on the CPUs that matter here; another size only wastes or misses hints.
 pub(crate) const CACHE_LINE: usize = 64;
 
-/// Asks for `len` elements from `start` to be brought near; only a hint, any address is fine.
-#[inline(always)]
-pub(crate) fn prefetch<E: Element>(data: &[E], start: usize, len: usize) {
-    let first = data.as_ptr().wrapping_add(start).cast::<i8>();
-    for byte in (0..len * size_of::<E>()).step_by(CACHE_LINE) {
-        prefetch_line(first.wrapping_add(byte));
-    }
-}
-
+/// Asks for the line of an address to be brought near; only a hint, any address is fine.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) fn prefetch_line(address: *const i8) {

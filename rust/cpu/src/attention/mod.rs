@@ -1,22 +1,31 @@
 //! Paged attention of one layer: checks the batch, cuts it into work items and runs them.
 //!
-//! A work item is one KV head and a tile of query tokens of one sequence: one token in a decode, up to
-//! 64 query rows in a prefill chunk, so that each key and value that is loaded serves the whole tile.
+//! | module | owns |
+//! | --- | --- |
+//! | here | the arguments, and every check of them |
+//! | `plan` | which work items a batch is cut into |
+//! | `tile` | one work item, tile by tile of keys |
+//! | `rows` | its inner loops: scores, and sums of values |
+//! | `softmax` | the sums of rows, and what the softmax does to them |
+//! | `element` | how the elements of a cache are loaded |
 //!
 //! Invariants:
 //! 1. `AttentionArgs::check` runs before anything is read or written and covers every index used later.
 //! 2. Work items write disjoint rows of the output.
 
-use std::cmp::Reverse;
+pub(crate) mod element;
+pub(crate) mod plan;
+mod rows;
+mod softmax;
+pub(crate) mod tile;
 
-use crate::dispatch::Kernels;
+use crate::dispatch::{Job, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::{CacheLayout, CacheRef, check_len};
-use crate::simd::Element;
-use crate::tile::{Output, Problem, Scratch, WorkItem};
+use element::Element;
+use plan::{HeadShape, Plan};
+use tile::{Output, Problem, Scratch};
 
-/// Query rows (tokens x heads of a group) that share one pass over the keys.
-const MAX_TILE_ROWS: usize = 64;
 /// Below this many multiply-adds waking threads costs more than the work.
 pub(crate) const PARALLEL_WORK: usize = 1 << 17;
 
@@ -153,7 +162,7 @@ impl<'a> BatchIndex<'a> {
         self.block_tables.len().checked_div(self.max_blocks).unwrap_or(0)
     }
 
-    fn num_queries(&self, sequence: usize) -> usize {
+    pub(crate) fn num_queries(&self, sequence: usize) -> usize {
         (self.query_start[sequence + 1] - self.query_start[sequence]) as usize
     }
 
@@ -166,42 +175,6 @@ impl<'a> BatchIndex<'a> {
 /// Returns the first key that the query at `position` sees.
 pub(crate) fn lowest_visible(position: usize, sliding_window: Option<usize>) -> usize {
     sliding_window.map_or(0, |window| (position + 1).saturating_sub(window))
-}
-
-/// Cuts the batch into work items, the longest first, and returns the multiply-adds of them all.
-pub(crate) fn plan(
-    index: &BatchIndex<'_>,
-    layout: &CacheLayout,
-    num_heads: usize,
-    sliding_window: Option<usize>,
-    items: &mut Vec<WorkItem>,
-) -> usize {
-    let num_kv_heads = layout.num_kv_heads();
-    let tile_tokens = (MAX_TILE_ROWS / (num_heads / num_kv_heads)).max(1);
-    let mut num_pairs = 0;
-    items.clear();
-    for (sequence, &seq_len) in index.seq_lens.iter().enumerate() {
-        let num_queries = index.num_queries(sequence);
-        let first_token = index.query_start[sequence] as usize;
-        let first_position = seq_len as usize - num_queries;
-        for start in (0..num_queries).step_by(tile_tokens) {
-            let num_tokens = tile_tokens.min(num_queries - start);
-            let position = first_position + start;
-            let num_keys = position + num_tokens - lowest_visible(position, sliding_window);
-            num_pairs += num_tokens * num_keys;
-            items.extend((0..num_kv_heads).map(|kv_head| WorkItem {
-                row_id: index.row_ids[sequence] as usize,
-                kv_head,
-                first_token: first_token + start,
-                num_tokens,
-                position,
-                num_keys,
-            }));
-        }
-    }
-    // So that no thread starts a long one when the others are done. Unstable: the stable sort allocates.
-    items.sort_unstable_by_key(|item| (Reverse(item.num_tokens * item.num_keys), item.first_token, item.kv_head));
-    num_pairs.saturating_mul(2 * num_heads * layout.head_dim())
 }
 
 impl Kernels {
@@ -221,22 +194,33 @@ impl Kernels {
     }
 
     fn attend_batch<E: Element>(&self, args: AttentionArgs<'_>, key: &[E], value: &[E]) -> Result<()> {
-        let mut items = Vec::new();
-        let work = plan(&args.index, &args.layout, args.num_heads, args.sliding_window, &mut items);
-        let parallel = work >= PARALLEL_WORK;
         let AttentionArgs { out, query, layout, num_heads, index, scale, sliding_window, .. } = args;
+        let mut plan = Plan::default();
+        plan.make(&index, HeadShape { layout, num_heads, sliding_window }, self.num_threads());
+        let parallel = plan.work >= PARALLEL_WORK;
         let written = index.query_start[index.seq_lens.len()] as usize;
         let padding = written * num_heads * layout.head_dim();
-        let group = num_heads / layout.num_kv_heads();
-        let max_rows = items.iter().map(|item| item.num_tokens * group).max();
-        let problem =
-            Problem { query, key, value, layout, num_heads, index, scale, sliding_window, output: Output::new(out) };
-        let scratch = || Scratch::new(max_rows.unwrap_or(0), layout.head_dim());
-        self.pool().for_each(items.len(), parallel, scratch, |scratch, item| {
-            // SAFETY: `check` verified every shape and index that the items are made of; items differ in KV
-            // head or query tokens, so they write disjoint rows of `out`, which is borrowed until here.
-            unsafe { self.run_item(&problem, &items[item], scratch) };
-        })?;
+        let mut partials = vec![0.0; plan.num_partials];
+        let problem = Problem {
+            query,
+            key,
+            value,
+            layout,
+            num_heads,
+            index,
+            scale,
+            sliding_window,
+            output: Output::new(out),
+            partials: Output::new(&mut partials),
+        };
+        for (items, job) in [(&plan.items, Job::Attend), (&plan.merges, Job::Finish)] {
+            self.pool().for_each(items.len(), parallel, Scratch::default, |scratch, item| {
+                // SAFETY: `check` verified every shape and index that the items are made of; items differ in KV head,
+                // query tokens or chunks, so they write disjoint rows of `out` and partial sums, which are borrowed
+                // until here; a merge comes after all items.
+                unsafe { self.run_item(&problem, &items[item], job, scratch) };
+            })?;
+        }
         out[padding..].fill(0.0);
         Ok(())
     }
