@@ -2,12 +2,19 @@
 
 These are what the fast kernels are tested against, so nothing here is clever. Caches are
 `[num_blocks, num_kv_heads, block_size, head_dim]`, of any floating dtype; arithmetic is float32.
+A cache of int8 is `[num_blocks, num_kv_heads, block_size, head_dim + 2]`: in each block and head
+stand the numbers of all its tokens, then a bfloat16 factor for each token.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+SCALE_BYTES = 2
+"""Bytes of a factor of an int8 cache."""
+
+_MOST = 127
 
 
 def write_kv(
@@ -26,8 +33,53 @@ def write_kv(
     written = slot_mapping >= 0
     slots = slot_mapping[written]
     block, offset = slots // block_size, slots % block_size
-    key_cache[block, :, offset] = key[written].to(key_cache.dtype)  # [n, num_kv_heads, head_dim]
-    value_cache[block, :, offset] = value[written].to(value_cache.dtype)
+    for cache, new in ((key_cache, key[written]), (value_cache, value[written])):
+        if cache.dtype == torch.int8:
+            numbers, scales = _parts(cache)
+            numbers[block, :, offset], scales[block, :, offset] = quantize(new)
+        else:
+            cache[block, :, offset] = new.to(cache.dtype)  # [n, num_kv_heads, head_dim]
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows as int8 numbers, and the two bytes of the bfloat16 factor of each, low one first.
+
+    A factor is the greatest number over 127, rounded up; NaN if the row has one that is not finite.
+    """
+    rows = rows.float()
+    greatest = rows.abs().amax(-1)
+    bits = ((greatest / _MOST).view(torch.int32) + 0xFFFF) >> 16
+    bits = torch.where(rows.isfinite().all(-1), bits, torch.full_like(bits, 0x7FC0))
+    scale = (bits << 16).view(torch.float32)
+    bits = torch.where(scale < torch.finfo(torch.float32).tiny, 0, bits)
+    inverse = torch.where(bits == 0, 0.0, 1 / scale)
+    numbers = torch.nan_to_num((rows * inverse[..., None]).round(), 0, 0, 0).to(torch.int8)
+    scales = torch.stack([bits, bits >> 8], -1).to(torch.uint8).view(torch.int8)
+    return numbers, scales
+
+
+def fill_int8(cache: Tensor, number: float) -> None:
+    """Set every slot of an int8 cache to one number, as near as it can hold it."""
+    numbers, scales = _parts(cache)
+    numbers[:], scales[:] = quantize(torch.full(numbers.shape[-1:], number))
+
+
+def dequantize(cache: Tensor) -> Tensor:
+    """Return an int8 cache as float32 `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    numbers, scales = _parts(cache)
+    low, high = (byte.int() & 0xFF for byte in scales.unbind(-1))
+    return numbers.float() * ((low | high << 8) << 16).view(torch.float32)[..., None]
+
+
+def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers `[..., block_size, head_dim]` and factors `[..., block_size, 2]` as views."""
+    block_size, head_dim = cache.shape[2], cache.shape[3] - SCALE_BYTES
+    flat = cache.view(*cache.shape[:2], -1)
+    split = block_size * head_dim
+    return (
+        flat[..., :split].view(*cache.shape[:2], block_size, head_dim),
+        flat[..., split:].view(*cache.shape[:2], block_size, SCALE_BYTES),
+    )
 
 
 def paged_attention(
@@ -62,9 +114,11 @@ def paged_attention(
 
 def _gather(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
     """Return the context of one sequence, float32 `[num_kv_heads, seq_len, head_dim]`."""
-    _, num_kv_heads, block_size, head_dim = cache.shape
-    num_blocks = -(-seq_len // block_size)
+    num_blocks = -(-seq_len // cache.shape[2])
     blocks = cache[block_table[:num_blocks].long()]  # [n, num_kv_heads, block_size, head_dim]
+    if cache.dtype == torch.int8:
+        blocks = dequantize(blocks)
+    _, num_kv_heads, block_size, head_dim = blocks.shape
     tokens = blocks.transpose(0, 1).reshape(num_kv_heads, num_blocks * block_size, head_dim)
     return tokens[:, :seq_len].float()
 

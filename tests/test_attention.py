@@ -66,6 +66,7 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         window: int | None = None,
         seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.shape, self.window = replace(shape, window=window), window
         self.lens, self.block_size = lens, block_size
@@ -82,7 +83,13 @@ class Bench:
         needed = [-(-n // block_size) for n in lens]
         num_blocks = sum(needed) + 2
         self.cache = KVCache(
-            2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype, poison=True
+            2,
+            num_blocks,
+            block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            kv_dtype or dtype,
+            poison=True,
         )
         free = list(range(num_blocks - 1))
         rng.shuffle(free)
@@ -120,7 +127,7 @@ class Bench:
         for source, count in zip((self.query, self.key, self.value), heads, strict=True):
             rows = [source[part.sequence][part.start : part.end] for part in parts]
             pad = torch.full((padding, count, self.shape.head_dim), float("nan"))
-            result.append(torch.cat([*rows, pad.to(self.cache.dtype)]))
+            result.append(torch.cat([*rows, pad.to(source[0].dtype if source else pad.dtype)]))
         return result
 
     def run(self, backend, parts: list[Part], padding: int = 0, layer: int = 1) -> torch.Tensor:
@@ -302,8 +309,27 @@ def test_make_backend_chooses_by_device_and_refuses_other_dtypes():
     assert isinstance(make_backend(bench.shape, bench.cache, "cpu", 1), CpuAttention)
     assert isinstance(make_backend(bench.shape, bench.cache, "meta", 1), TorchAttention)
     half = KVCache(1, 2, 4, 2, 16, torch.float16)
-    with pytest.raises(ValueError, match=r"float32 or bfloat16 KV cache, got torch\.float16"):
+    with pytest.raises(ValueError, match=r"float32, bfloat16 or int8 KV cache, got torch\.float16"):
         make_backend(bench.shape, half, "cpu", 1)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 1), (64, 16), (3, 4), (80, 32)])
+def test_a_cache_of_int8_equals_its_twin_byte_by_byte(head_dim, block_size, window):
+    lens = [1, block_size + 1, 63, 300]
+    bench = Bench(Shape(6, 2, head_dim), lens, block_size, window=window, kv_dtype=torch.int8)
+    twin = Bench(Shape(6, 2, head_dim), lens, block_size, window=window, kv_dtype=torch.int8)
+    cpu, torch_twin = bench.cpu(), twin.torch()
+    for parts in steps(lens, 37):
+        got, expected = bench.run(cpu, parts), twin.run(torch_twin, parts)
+        close(got, expected)
+        # Keys and values in 8 bits are near those of 32.
+        dense = torch.cat([bench.dense(part) for part in parts])
+        torch.testing.assert_close(got, dense, rtol=0, atol=0.06)
+    for ours, theirs in zip(bench.cache.keys, twin.cache.keys, strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(bench.cache.values, twin.cache.values, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def arguments() -> dict[str, object]:

@@ -62,13 +62,28 @@ def document(result: subprocess.CompletedProcess[str]) -> dict:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_bench_explains_its_options(program, monkeypatch, capsys):
     """In this process, which may have imported torch already."""
-    if program in ("attention.py", "sampling.py", *ENGINE_BENCHES):
+    if program in ("cpu_attention.py", "sampling.py", *ENGINE_BENCHES):
         pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(BENCHES))
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_path(str(BENCHES / program), run_name="__main__")
     assert "--json" in capsys.readouterr().out
+
+
+def test_the_attention_bench_holds_each_type_against_reading_and_products():
+    pytest.importorskip("torch")
+    arguments = ["--batches", "1", "--contexts", "64", "1024", "--prefill", "2048"]
+    small = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16", "--seconds", "0.01"]
+    report = document(run("cpu_attention.py", *arguments, *small, "--json"))
+    assert report["bench"] == "cpu_attention"
+    rows = report["results"]
+    assert {row["kv"] for row in rows} == {"float32", "bfloat16", "int8"}
+    assert all(row["us"] > 0 and row["to_reading"] > 0 for row in rows)
+    assert len(rows) == 2 * 3 * 3
+    names = [check["name"] for check in report["checks"]]
+    assert sum(name.startswith("prompt of 2,048") for name in names) == 12
+    assert names[-1] == "decode at 1024 or more, int8 to bfloat16: median"
 
 
 def test_the_scheduler_bench_reports_every_check_and_only_json():

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the KV cache needs torch")
 
 from cbrs.cli import main  # noqa: E402
+from cbrs.kernels import reference  # noqa: E402
 from cbrs.runner import kv_cache  # noqa: E402
 from cbrs.runner.kv_cache import KVCache, default_num_blocks  # noqa: E402
 
@@ -44,6 +45,29 @@ def test_poison_fills_everything_and_fill_only_the_blocks_named():
         assert (tensor[1:3] == 1).all()
         assert tensor[0].isnan().all()
         assert tensor[3].isnan().all()
+
+
+def test_a_cache_of_int8_has_room_for_a_factor_of_each_head_and_poison_that_shows():
+    cache = KVCache(2, 4, 4, 2, 8, torch.int8, poison=True)
+    assert cache.num_bytes == 4 * 2 * 2 * 4 * 2 * (8 + 2)
+    assert all(tuple(t.shape) == (4, 2, 4, 10) for t in (*cache.keys, *cache.values))
+    assert all(reference.dequantize(t).isnan().all() for t in (*cache.keys, *cache.values))
+    cache.fill(1.0, slice(1, 3))
+    for tensor in (*cache.keys, *cache.values):
+        numbers = reference.dequantize(tensor)
+        torch.testing.assert_close(numbers[1:3], torch.ones(2, 2, 4, 8), rtol=0.005, atol=0)
+        assert numbers[0].isnan().all()
+        assert numbers[3].isnan().all()
+
+
+def test_a_large_cache_is_zero_writable_and_outlives_what_it_was_made_from():
+    cache = KVCache(1, 4097, 16, 2, 64, torch.bfloat16)
+    tensor = cache.keys[0]
+    assert tensor.nbytes > 16 * 1024**2
+    del cache
+    assert not tensor.any()
+    tensor[-1] = 2
+    assert tensor.float().sum() == 2 * 2 * 16 * 64
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_blocks", "block_size", "head_dim"])

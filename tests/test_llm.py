@@ -394,6 +394,10 @@ def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm,
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype is 'int8'"),
+        (
+            {"kv_cache_dtype": "int4"},
+            "kv_cache_dtype is 'int4'; choose one of auto, float32, bfloat16, int8",
+        ),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"num_threads": 0}, "num_threads is 0"),

@@ -1144,8 +1144,9 @@ class CpuKernels:
     """Products, KV write, attention and sampling on the CPU, on threads that sleep without work.
 
     Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or
-    of
-    uint16 that holds bf16 bits. Methods may be called from any thread and release the GIL.
+    of uint16 that holds bf16 bits, or `[num_blocks, num_kv_heads, block_size, head_dim + 2]` of
+    int8: in each block and head the numbers of all its tokens, then a bf16 factor for each token.
+    Methods may be called from any thread and release the GIL.
     """
 
     def __new__(cls, num_threads: SupportsIndex) -> CpuKernels: ...

@@ -54,15 +54,17 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     )
     runner, sampler = make_runner(
         loaded,
+        kv_dtype=loaded.kv_dtype(config.kv_cache_dtype),
         num_blocks=decided.num_blocks,
         block_size=decided.block_size,
         num_threads=decided.num_threads,
     )
     if decided.kv_cache_bytes > 0:
         logger.info(
-            "KV pool of %d blocks x %d tokens = %.1f MiB",
+            "KV pool of %d blocks x %d tokens in %s = %.1f MiB",
             decided.num_blocks,
             decided.block_size,
+            decided.kv_cache_dtype,
             decided.kv_cache_bytes / 2**20,
         )
     processor = OutputProcessor(scheduler, loaded.tokenizer)
@@ -83,12 +85,14 @@ def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
         raise ValueError(
             f"max_model_len is {max_model_len}, but the context of {config.model} has {context}"
         )
-    block_bytes = loaded.kv_bytes_per_block(config.block_size)
+    kv_dtype = loaded.kv_dtype(config.kv_cache_dtype)
+    block_bytes = loaded.kv_bytes_per_block(config.block_size, kv_dtype)
     num_blocks = _num_blocks(config, loaded, max_model_len, block_bytes)
     given = {item.name: getattr(config, item.name) for item in fields(config)}
     budget, chunk = _token_budget(config, loaded), config.max_prefill_chunk_tokens
     decided = {
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "num_threads": config.num_threads or len(os.sched_getaffinity(0)),
         "num_blocks": num_blocks,

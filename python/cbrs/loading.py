@@ -26,6 +26,7 @@ from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error, read_json, read_text
 from cbrs.models.llama import EMBEDDING, HEAD, LlamaForCausalLM
 from cbrs.models.null import NullModel, is_null, null_config, parse_step_cost
+from cbrs.runner.kv_cache import KV_DTYPES, row_len
 from cbrs.weights import CheckpointWeights
 
 logger = logging.getLogger("cbrs")
@@ -69,11 +70,15 @@ class LoadedModel:
         """Whether this is the model without weights."""
         return isinstance(self.module, NullModel)
 
-    def kv_bytes_per_block(self, block_size: int) -> int:
+    def kv_dtype(self, kv_cache_dtype: str) -> torch.dtype:
+        """Return the torch type that `kv_cache_dtype` means for this model."""
+        return self.dtype if kv_cache_dtype == "auto" else KV_DTYPES[kv_cache_dtype]
+
+    def kv_bytes_per_block(self, block_size: int, kv_dtype: torch.dtype | None = None) -> int:
         """Return the bytes of one KV block over all layers; 0 for a model without a KV cache."""
-        shape = self.config
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
-        return per_token * block_size * self.dtype.itemsize
+        shape, kv_dtype = self.config, kv_dtype or self.dtype
+        row_bytes = row_len(shape.head_dim, kv_dtype) * kv_dtype.itemsize
+        return 2 * shape.num_layers * shape.num_kv_heads * block_size * row_bytes
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Path | str:

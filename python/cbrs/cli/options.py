@@ -83,6 +83,11 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
         help="tokenizer and chat template: known name, folder or .gguf (default: the model's)",
     )
     group.add_argument("--dtype", help="auto, float32 or bfloat16 (default: auto)")
+    group.add_argument(
+        "--kv-cache-dtype",
+        help="of keys and values: auto (that of the weights), float32, bfloat16 or int8"
+        " (default: auto)",
+    )
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     for name, meaning in _INT_OPTIONS.items():
         note = notes.get(name, getattr(default, name))

@@ -101,8 +101,8 @@ class AttentionBackend(Protocol):
 class CpuAttention:
     """The native kernels, on memory shared with torch.
 
-    The caches stay float32 or bfloat16; queries, keys and values of another dtype are converted to
-    float32, and the result back. One instance serves one engine thread at a time.
+    The caches stay float32, bfloat16 or int8; queries, keys and values of another dtype are
+    converted to float32, and the result back. One instance serves one engine thread at a time.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ def _float32(tensor: Tensor) -> NDArray[np.float32]:
     return array
 
 
-def cache_view(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
+def cache_view(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8]:
     """Return a cache's memory as the native kernels take it; bfloat16 as its bits."""
     if tensor.dtype == torch.bfloat16:
         bits: NDArray[np.uint16] = tensor.view(torch.uint16).numpy()
@@ -218,7 +218,12 @@ def cache_view(tensor: Tensor) -> NDArray[np.float32] | NDArray[np.uint16]:
     if tensor.dtype == torch.float32:
         numbers: NDArray[np.float32] = tensor.numpy()
         return numbers
-    raise ValueError(f"the CPU kernels need a float32 or bfloat16 KV cache, got {tensor.dtype}")
+    if tensor.dtype == torch.int8:
+        whole: NDArray[np.int8] = tensor.numpy()
+        return whole
+    raise ValueError(
+        f"the CPU kernels need a float32, bfloat16 or int8 KV cache, got {tensor.dtype}"
+    )
 
 
 def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from cbrs.kernels import reference
 
 _ALIGNMENT = 64
 """Bytes of a cache line, which no vector of a row may straddle for nothing."""
@@ -14,9 +18,24 @@ _ALIGNMENT = 64
 DEFAULT_MEMORY_FRACTION = 0.25
 DEFAULT_MAX_BYTES = 4 * 1024**3
 
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+"""What `kv_cache_dtype` may say."""
+
+_LARGE_BYTES = 16 * 1024**2
+"""A tensor of so many bytes asks for large pages: blocks are read in any order, and with small
+pages each of them is a miss of the address cache."""
+
+
+def row_len(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the elements of one head of one token: with its factor, if it has one."""
+    return head_dim + (reference.SCALE_BYTES if dtype == torch.int8 else 0)
+
 
 class KVCache:
     """Key and value tensors `[num_blocks, num_kv_heads, block_size, head_dim]` of every layer.
+
+    Of int8 the last dimension is `head_dim + 2`: in each block and head the numbers of all its
+    tokens, then a bfloat16 factor for each token (`cbrs.kernels.reference`).
 
     `keys[layer]` and `values[layer]` are contiguous. Slot `s` of the scheduler is block
     `s // block_size`, token `s % block_size`. `poison=True` fills every slot with NaN, so that a
@@ -36,7 +55,7 @@ class KVCache:
         poison: bool = False,
     ) -> None:
         """Allocate the tensors; on the CPU the system gives memory when it is first written."""
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        shape = (num_blocks, num_kv_heads, block_size, row_len(head_dim, dtype))
         sizes = {
             "num_layers": num_layers,
             "num_blocks": num_blocks,
@@ -60,7 +79,10 @@ class KVCache:
     def fill(self, number: float, blocks: slice = slice(None)) -> None:
         """Overwrite every slot of `blocks` with one number; for tests."""
         for tensor in (*self.keys, *self.values):
-            tensor[blocks].fill_(number)
+            if self.dtype == torch.int8:
+                reference.fill_int8(tensor[blocks], number)
+            else:
+                tensor[blocks].fill_(number)
 
     @property
     def num_bytes(self) -> int:
@@ -77,6 +99,11 @@ def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without large pages; it was only a hint
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the memory
     raw = np.zeros(num_bytes + _ALIGNMENT - 1, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)

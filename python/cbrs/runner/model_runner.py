@@ -74,11 +74,13 @@ def make_runner(
     *,
     num_blocks: int,
     block_size: int,
+    kv_dtype: torch.dtype | None = None,
     num_threads: int | None = None,
 ) -> tuple[Runner, TokenSampler]:
     """Return runner and sampler of a model, with a KV cache of `num_blocks` blocks.
 
-    `num_threads` is for the native kernels; None is one per core that this process may use.
+    `kv_dtype` None is the weights'. `num_threads` is for the native kernels; None is one per core
+    that this process may use.
     """
     if isinstance(loaded.module, NullModel):
         null = NullRunner(loaded.module)
@@ -90,7 +92,7 @@ def make_runner(
         block_size,
         config.num_kv_heads,
         config.head_dim,
-        loaded.dtype,
+        kv_dtype or loaded.dtype,
         loaded.device,
     )
     threads = num_threads or len(os.sched_getaffinity(0))

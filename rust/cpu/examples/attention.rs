@@ -29,12 +29,20 @@ struct Model {
 enum Cache {
     F32(Vec<f32>),
     Bf16(Vec<u16>),
+    Int8(Vec<i8>),
 }
 
 impl Cache {
-    fn new(bf16: bool, len: usize) -> Self {
+    fn new(kind: &str, layout: &CacheLayout) -> Self {
+        let len = layout.num_elements();
         let number = |index: usize| ((index * 2_654_435_761) % 1021) as f32 / 1021.0 - 0.5;
-        if bf16 {
+        if kind == "int8" {
+            let mut data = on_large_pages(layout.num_int8_elements());
+            // Factors of 2 bytes alike.
+            data.extend((0..layout.num_int8_elements()).map(|i| (i * 2_654_435_761 % 61) as i8));
+            return Self::Int8(data);
+        }
+        if kind == "bf16" {
             let mut data = on_large_pages(len);
             data.extend((0..len).map(|i| cbrs_cpu::bf16::from_f32(number(i))));
             return Self::Bf16(data);
@@ -48,6 +56,7 @@ impl Cache {
         match self {
             Self::F32(data) => CacheRef::F32(data),
             Self::Bf16(data) => CacheRef::Bf16(data),
+            Self::Int8(data) => CacheRef::Int8(data),
         }
     }
 }
@@ -139,21 +148,20 @@ fn main() -> Result<(), Error> {
     let lanes = if kernels.isa() == cbrs_cpu::Isa::Avx512 { 16 } else { 8 };
     let loop_flops = f64::from(2 * 12 * (1 << 16) * lanes);
     println!("peak {:.0} GFLOP/s, reading {:.1} GB/s", rates.flops / 1e9, rates.read_bytes / 1e9);
-    for bf16 in [true, false] {
+    for (kind, size) in [("bf16", 2.0), ("int8", 1.0 + 2.0 / model.head_dim as f64), ("f32", 4.0)] {
         for load @ (num_seqs, context, num_queries) in LOADS {
             let num_blocks = num_seqs * context.div_ceil(BLOCK_SIZE);
             let layout = CacheLayout::new(num_blocks, model.num_kv_heads, BLOCK_SIZE, model.head_dim)?;
-            let caches = [0, 1].map(|_| Cache::new(bf16, layout.num_elements()));
+            let caches = [0, 1].map(|_| Cache::new(kind, &layout));
             let [seconds, loop_seconds] = time(&kernels, &model, [caches[0].get(), caches[1].get()], layout, load)?;
-            let bytes = 2 * num_seqs * context * model.num_kv_heads * model.head_dim * if bf16 { 2 } else { 4 };
+            let bytes = size * (2 * num_seqs * context * model.num_kv_heads * model.head_dim) as f64;
             let pairs = num_seqs * num_queries * (2 * context - num_queries + 1) / 2;
             let flops = (4 * pairs * model.num_heads * model.head_dim) as f64;
             println!(
-                "{} {num_seqs} x {context}, {num_queries} queries: {:.0} us; {:.1} MiB, {:.2} of reading them; {:.0} GFLOP/s, {:.2} of the peak",
-                if bf16 { "bf16" } else { "f32" },
+                "{kind} {num_seqs} x {context}, {num_queries} queries: {:.0} us; {:.1} MiB, {:.2} of reading them; {:.0} GFLOP/s, {:.2} of the peak",
                 1e6 * seconds,
-                bytes as f64 / f64::from(1 << 20),
-                seconds * rates.read_bytes / bytes as f64,
+                bytes / f64::from(1 << 20),
+                seconds * rates.read_bytes / bytes,
                 flops / seconds / 1e9,
                 flops / seconds / (loop_flops / loop_seconds * kernels.num_threads() as f64),
             );

@@ -1,12 +1,14 @@
 //! The shape of one layer's key or value cache, and every offset computed from it.
 //!
 //! A cache is one contiguous array `[num_blocks, num_kv_heads, block_size, head_dim]`: the tokens of one block and one
-//! head lie next to each other, so that a decode reads runs of `block_size * head_dim` elements.
+//! head lie next to each other, so that a decode reads runs of `block_size * head_dim` elements. In a cache of 8 bits a run
+//! is `block_size * (head_dim + 2)` bytes: the numbers, then the factors of its tokens (see [`int8`](crate::int8)).
 //!
 //! Invariants:
 //! 1. The product of the dimensions fits `isize`, so no offset of an element wraps. All arithmetic is in `usize`.
 
 use crate::error::{Error, Result};
+use crate::int8::SCALE_BYTES;
 
 /// Shape of a key or value cache `[num_blocks, num_kv_heads, block_size, head_dim]`.
 ///
@@ -72,6 +74,11 @@ impl CacheLayout {
         self.num_blocks * self.num_kv_heads * self.block_size * self.head_dim
     }
 
+    /// The same of a cache of 8 bits, with the factors.
+    pub fn num_int8_elements(&self) -> usize {
+        self.num_blocks * self.num_kv_heads * self.block_size * (self.head_dim + SCALE_BYTES)
+    }
+
     /// Token places in the cache; a slot is `block * block_size + offset`.
     pub fn num_slots(&self) -> usize {
         self.num_blocks * self.block_size
@@ -80,9 +87,22 @@ impl CacheLayout {
     /// Index of the first element of one head of one token.
     ///
     /// In range for `block < num_blocks`, `kv_head < num_kv_heads` and `offset < block_size`.
+    /// Of a cache of 8 bits the places of the first element and of the factor are those of [`Self::int8_offsets`].
     #[inline]
     pub fn row_offset(&self, block: usize, kv_head: usize, offset: usize) -> usize {
         ((block * self.num_kv_heads + kv_head) * self.block_size + offset) * self.head_dim
+    }
+}
+
+impl CacheLayout {
+    /// Index, in a cache of 8 bits, of the first element of one head of one token, and of its factor.
+    ///
+    /// In range as for [`Self::row_offset`].
+    #[inline]
+    pub fn int8_offsets(&self, block: usize, kv_head: usize, offset: usize) -> [usize; 2] {
+        let run = (block * self.num_kv_heads + kv_head) * self.block_size * (self.head_dim + SCALE_BYTES);
+        let scales = run + self.block_size * self.head_dim;
+        [run + offset * self.head_dim, scales + offset * SCALE_BYTES]
     }
 }
 
@@ -93,6 +113,8 @@ pub enum CacheRef<'a> {
     F32(&'a [f32]),
     /// Elements are the bits of bf16 numbers.
     Bf16(&'a [u16]),
+    /// Elements are whole numbers, followed by factors (see [`int8`](crate::int8)).
+    Int8(&'a [i8]),
 }
 
 impl CacheRef<'_> {
@@ -100,10 +122,12 @@ impl CacheRef<'_> {
         std::mem::discriminant(self) == std::mem::discriminant(other)
     }
 
-    pub(crate) fn len(&self) -> usize {
+    /// Verifies that it has the elements of `layout`.
+    pub(crate) fn check(&self, argument: &'static str, layout: &CacheLayout) -> Result<()> {
         match self {
-            Self::F32(data) => data.len(),
-            Self::Bf16(data) => data.len(),
+            Self::F32(data) => check_len(argument, data.len(), layout.num_elements()),
+            Self::Bf16(data) => check_len(argument, data.len(), layout.num_elements()),
+            Self::Int8(data) => check_len(argument, data.len(), layout.num_int8_elements()),
         }
     }
 }
@@ -115,13 +139,17 @@ pub enum CacheMut<'a> {
     F32(&'a mut [f32]),
     /// Elements are the bits of bf16 numbers.
     Bf16(&'a mut [u16]),
+    /// Elements are whole numbers, followed by factors (see [`int8`](crate::int8)).
+    Int8(&'a mut [i8]),
 }
 
 impl CacheMut<'_> {
-    pub(crate) fn len(&self) -> usize {
+    /// The same, to read.
+    pub(crate) fn as_ref(&self) -> CacheRef<'_> {
         match self {
-            Self::F32(data) => data.len(),
-            Self::Bf16(data) => data.len(),
+            Self::F32(data) => CacheRef::F32(data),
+            Self::Bf16(data) => CacheRef::Bf16(data),
+            Self::Int8(data) => CacheRef::Int8(data),
         }
     }
 }

@@ -8,6 +8,7 @@
 //! | [`linear`] | products of a batch with packed weights |
 //! | [`layout`] | the shape of a cache and every index computed from it |
 //! | [`kv_write`] | copying new keys and values to their slots |
+//! | [`int8`] | keys and values in 8 bits |
 //! | [`attention`] | attention over the cache: checks, work items, inner loops generic over the instruction set |
 //! | [`sampling`] | from logits to tokens and log-probabilities |
 //! | `simd` | the few vector operations those loops need, per instruction set |
@@ -32,6 +33,7 @@ mod buffer;
 pub mod decoder;
 pub mod dispatch;
 mod error;
+pub mod int8;
 pub mod kv_write;
 pub mod layout;
 pub mod linear;

@@ -5,7 +5,8 @@
 use crate::attention::AttentionArgs;
 use crate::bf16;
 use crate::error::Result;
-use crate::layout::CacheRef;
+use crate::int8;
+use crate::layout::{CacheLayout, CacheRef};
 use crate::linear::{Activation, Then, WeightsRef};
 
 /// Computes what [`Kernels::paged_attention`](crate::Kernels::paged_attention) computes, on the calling thread.
@@ -28,12 +29,12 @@ pub fn paged_attention(args: AttentionArgs<'_>) -> Result<()> {
             let position = seq_len - (last - token);
             let lowest = sliding_window.map_or(0, |window| (position + 1).saturating_sub(window));
             let row = (token * num_heads + head) * head_dim;
-            let offset_of = |key: usize| {
+            let at = |cache: CacheRef<'_>, key: usize, d: usize| {
                 let block = table[key / block_size] as usize;
-                layout.row_offset(block, head / group, key % block_size)
+                at(cache, &layout, [block, head / group, key % block_size], d)
             };
             let score = |key: usize| {
-                let products = (0..head_dim).map(|d| f64::from(query[row + d]) * at(key_cache, offset_of(key) + d));
+                let products = (0..head_dim).map(|d| f64::from(query[row + d]) * at(key_cache, key, d));
                 products.sum::<f64>() * f64::from(scale)
             };
             let scores: Vec<f64> = (lowest..=position).map(score).collect();
@@ -42,7 +43,7 @@ pub fn paged_attention(args: AttentionArgs<'_>) -> Result<()> {
             let total: f64 = weights.iter().sum();
             for d in 0..head_dim {
                 let keys = (lowest..=position).zip(&weights);
-                let weighted = keys.map(|(key, w)| w * at(value_cache, offset_of(key) + d));
+                let weighted = keys.map(|(key, w)| w * at(value_cache, key, d));
                 out[row + d] = (weighted.sum::<f64>() / total) as f32;
             }
         }
@@ -50,11 +51,16 @@ pub fn paged_attention(args: AttentionArgs<'_>) -> Result<()> {
     Ok(())
 }
 
-fn at(cache: CacheRef<'_>, index: usize) -> f64 {
-    f64::from(match cache {
-        CacheRef::F32(data) => data[index],
-        CacheRef::Bf16(data) => bf16::to_f32(data[index]),
-    })
+fn at(cache: CacheRef<'_>, layout: &CacheLayout, [block, kv_head, offset]: [usize; 3], d: usize) -> f64 {
+    let index = layout.row_offset(block, kv_head, offset) + d;
+    match cache {
+        CacheRef::F32(data) => f64::from(data[index]),
+        CacheRef::Bf16(data) => f64::from(bf16::to_f32(data[index])),
+        CacheRef::Int8(data) => {
+            let [first, scale] = layout.int8_offsets(block, kv_head, offset);
+            f64::from(int8::scale_from([data[scale], data[scale + 1]])) * f64::from(data[first + d])
+        }
+    }
 }
 
 /// Computes what [`Kernels::linear`](crate::Kernels::linear) computes, from unpacked weights

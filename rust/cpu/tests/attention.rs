@@ -3,7 +3,7 @@
 mod common;
 
 use cbrs_cpu::{Error, Isa, Kernels, reference};
-use common::{Batch, Random, Sequence, Shape, bits};
+use common::{Batch, Kind, Random, Sequence, Shape, bits};
 
 const SHAPE: Shape = Shape { num_kv_heads: 2, group: 3, head_dim: 16, block_size: 4 };
 
@@ -22,12 +22,12 @@ fn assert_close(got: &[f32], expected: &[f32], what: &str) {
 
 /// Compares every instruction set and cache type with the reference.
 fn check(batch: &Batch, what: &str) {
-    for bf16_cache in [false, true] {
-        let expected = batch.call(bf16_cache, reference::paged_attention).expect("valid batch");
+    for kind in Kind::ALL {
+        let expected = batch.call(kind, reference::paged_attention).expect("valid batch");
         for isa in available() {
             let kernels = Kernels::with_isa(2, isa).expect("available");
-            let got = batch.call(bf16_cache, |args| kernels.paged_attention(args)).expect("valid batch");
-            assert_close(&got, &expected, &format!("{what}, {}, bf16 {bf16_cache}", isa.name()));
+            let got = batch.attend_over(kind, &kernels);
+            assert_close(&got, &expected, &format!("{what}, {}, {kind:?}", isa.name()));
         }
     }
 }
@@ -50,10 +50,10 @@ fn every_length_around_a_block_or_tile_edge_equals_the_reference() {
 #[test]
 fn every_head_size_and_group_equals_the_reference() {
     let mut random = Random::new(2);
-    for head_dim in [1, 3, 8, 12, 24, 64, 80, 128] {
+    for head_dim in [1, 3, 8, 12, 24, 64, 80, 96, 128, 256] {
         // With 71 rows even one token is more than a tile of query rows.
         let wide = (head_dim == 8).then_some(71);
-        for group in [1, 2, 3, 4, 8].into_iter().chain(wide) {
+        for group in [1, 2, 3, 4, 5, 7, 8].into_iter().chain(wide) {
             let shape = Shape { group, head_dim, ..SHAPE };
             let sequence = Sequence::random(shape, 70, &mut random);
             let parts = [(&sequence, 69, 70), (&sequence, 20, 45)];
@@ -97,7 +97,9 @@ fn random_mixed_batches_equal_the_reference() {
 #[test]
 fn chunks_neighbours_threads_and_placement_change_no_bit() {
     let mut random = Random::new(3);
-    for (len, window) in [(150, None), (150, Some(33)), (64, None), (65, Some(64))] {
+    // Beyond 256 keys there are several chunks, which threads share.
+    let cases = [(150, None), (150, Some(33)), (64, None), (65, Some(64)), (700, None), (600, Some(300))];
+    for ((len, window), kind) in cases.into_iter().flat_map(|case| Kind::ALL.map(|kind| (case, kind))) {
         let sequence = Sequence::random(SHAPE, len, &mut random);
         let neighbour = Sequence::random(SHAPE, 301, &mut random);
         let token_len = SHAPE.num_heads() * SHAPE.head_dim;
@@ -106,20 +108,57 @@ fn chunks_neighbours_threads_and_placement_change_no_bit() {
             let three = Kernels::with_isa(3, isa).expect("available");
             let mut whole = Batch::new(SHAPE, &[(&sequence, 0, len)], &mut random);
             whole.sliding_window = window;
-            let expected = bits(&whole.attend(&one));
+            let expected = bits(&whole.attend_over(kind, &one));
             for chunk in [1, 7, 16, 64, 100] {
-                for start in (0..len).step_by(chunk) {
+                // Of many tokens one by one, some.
+                for start in (0..len).step_by(if len > 500 && chunk < 16 { 41 } else { chunk }) {
                     let end = len.min(start + chunk);
                     let block_size = [1, 4, 16][random.below(3)];
                     let shape = Shape { block_size, ..SHAPE };
                     let parts = [(&neighbour, 300, 301), (&sequence, start, end), (&neighbour, 10, 200)];
                     let mut batch = Batch::new(shape, &parts, &mut random);
                     batch.sliding_window = window;
-                    let out = bits(&batch.attend(&three));
+                    let out = bits(&batch.attend_over(kind, &three));
                     let got = &out[token_len..(1 + end - start) * token_len];
                     assert_eq!(got, &expected[start * token_len..end * token_len]);
                 }
             }
+        }
+    }
+}
+
+/// Contexts of several chunks: alone, so that threads share one sequence, and in a batch.
+#[test]
+fn long_contexts_equal_the_reference_and_themselves_in_a_batch() {
+    let mut random = Random::new(12);
+    for (len, group, head_dim, block_size) in
+        [(255, 1, 64, 16), (256, 3, 64, 16), (257, 4, 80, 32), (1030, 3, 64, 64), (2049, 8, 24, 16), (8192, 3, 16, 32)]
+    {
+        let shape = Shape { num_kv_heads: 2, group, head_dim, block_size };
+        let sequence = Sequence::random(shape, len, &mut random);
+        let neighbours = [1, 300, 1025].map(|len| Sequence::random(shape, len, &mut random));
+        for window in [None, Some(len / 2 + 3)] {
+            let mut alone = Batch::new(shape, &[(&sequence, len - 1, len)], &mut random);
+            alone.sliding_window = window;
+            let what = format!("decode at {len}, group of {group}, head of {head_dim}, window {window:?}");
+            check(&alone, &what);
+            let [a, b, c] = &neighbours;
+            let parts = [(a, 0, 1), (b, 250, 300), (&sequence, len - 1, len), (c, 1024, 1025)];
+            let mut batch = Batch::new(shape, &parts, &mut random);
+            batch.sliding_window = window;
+            let row = 51 * shape.num_heads() * head_dim..52 * shape.num_heads() * head_dim;
+            for (isa, kind) in available().flat_map(|isa| Kind::ALL.map(|kind| (isa, kind))) {
+                let one = alone.attend_over(kind, &Kernels::with_isa(1, isa).expect("available"));
+                for num_threads in [1, 2, 5] {
+                    let kernels = Kernels::with_isa(num_threads, isa).expect("available");
+                    assert_eq!(bits(&alone.attend_over(kind, &kernels)), bits(&one), "{what}");
+                    assert_eq!(bits(&batch.attend_over(kind, &kernels)[row.clone()]), bits(&one), "{what}");
+                }
+            }
+        }
+        if len <= 1030 {
+            let chunk = Batch::new(shape, &[(&sequence, len - 130, len)], &mut random);
+            check(&chunk, &format!("the last 130 of {len}, group of {group}, head of {head_dim}"));
         }
     }
 }
@@ -147,9 +186,9 @@ fn a_query_reads_no_key_behind_its_own_position() {
     let token_len = shape.num_kv_heads * shape.head_dim;
     sequence.key[20 * token_len..].fill(f32::NAN);
     sequence.value[20 * token_len..].fill(f32::NAN);
-    for isa in available() {
+    for (isa, kind) in available().flat_map(|isa| Kind::ALL.map(|kind| (isa, kind))) {
         let kernels = Kernels::with_isa(1, isa).expect("available");
-        let out = Batch::new(shape, &[(&sequence, 0, 30)], &mut random).attend(&kernels);
+        let out = Batch::new(shape, &[(&sequence, 0, 30)], &mut random).attend_over(kind, &kernels);
         assert!(out[..20 * token_len].iter().all(|x| x.is_finite()));
         // And a NaN that is seen is not swallowed.
         assert!(out[20 * token_len..].iter().all(|x| x.is_nan()));
@@ -226,7 +265,10 @@ fn an_empty_batch_is_no_error_and_padding_rows_become_zero() {
     let out = padded.attend(&kernels);
     assert!(out[..real_len].iter().all(|x| x.is_finite()));
     assert_eq!(bits(&out[real_len..]), vec![0; real_len]);
-    assert_eq!(bits(&padded.call(false, reference::paged_attention).expect("valid")[real_len..]), vec![0; real_len]);
+    assert_eq!(
+        bits(&padded.call(Kind::F32, reference::paged_attention).expect("valid")[real_len..]),
+        vec![0; real_len]
+    );
 }
 
 /// Damages a valid batch and returns the error's text.
@@ -238,7 +280,7 @@ fn refusal(damage: impl FnOnce(&mut Batch)) -> String {
     batch.block_tables.fill(0);
     damage(&mut batch);
     let kernels = Kernels::new(1).expect("starts");
-    let error = batch.call(false, |args| {
+    let error = batch.call(Kind::F32, |args| {
         let before = bits(args.out);
         let out: *const [f32] = &raw const *args.out;
         let result = kernels.paged_attention(args);
@@ -287,12 +329,12 @@ fn a_scale_that_is_not_finite_and_caches_of_two_types_are_refused() {
     let sequence = Sequence::random(SHAPE, 2, &mut random);
     let batch = Batch::new(SHAPE, &[(&sequence, 1, 2)], &mut random);
     let kernels = Kernels::new(1).expect("starts");
-    let infinite = batch.call(false, |mut args| {
+    let infinite = batch.call(Kind::F32, |mut args| {
         args.scale = f32::INFINITY;
         kernels.paged_attention(args)
     });
     assert!(matches!(infinite, Err(Error::Scale { .. })));
-    let mixed = batch.call(false, |mut args| {
+    let mixed = batch.call(Kind::F32, |mut args| {
         args.key_cache = cbrs_cpu::CacheRef::Bf16(&[]);
         kernels.paged_attention(args)
     });

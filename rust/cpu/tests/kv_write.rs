@@ -2,7 +2,7 @@
 
 mod common;
 
-use cbrs_cpu::{CacheLayout, CacheMut, Error, Kernels, WriteArgs, bf16};
+use cbrs_cpu::{CacheLayout, CacheMut, Error, Kernels, WriteArgs, bf16, int8};
 use common::{Random, bits};
 
 const UNTOUCHED: u32 = 0x7fc0_1234;
@@ -70,6 +70,41 @@ fn a_bf16_cache_holds_the_nearest_numbers() {
     assert_eq!(key_cache[24..], nearest);
     assert!(value_cache[24..].iter().all(|x| bf16::to_f32(*x).is_nan()));
     assert_eq!(key_cache[..24], [0; 24]);
+}
+
+#[test]
+fn a_cache_of_8_bits_holds_numbers_and_factors_in_their_places_only() {
+    let layout = CacheLayout::new(2, 2, 2, 8).expect("small");
+    let mut random = Random::new(3);
+    let key = random.numbers(16);
+    let mut value = random.numbers(16);
+    value[3] = f32::NAN;
+    let (mut key_cache, mut value_cache) = (vec![7_i8; 80], vec![7_i8; 80]);
+    Kernels::new(2)
+        .expect("starts")
+        .write_kv(WriteArgs {
+            key: &key,
+            value: &value,
+            key_cache: CacheMut::Int8(&mut key_cache),
+            value_cache: CacheMut::Int8(&mut value_cache),
+            layout,
+            slot_mapping: &[3],
+        })
+        .expect("valid");
+    let mut expected = vec![7_i8; 80];
+    for (head, row) in key.chunks_exact(8).enumerate() {
+        // The second of four runs of 20 bytes, two a block: 2 x 8 numbers, then 2 factors of 2 bytes.
+        let run = (2 + head) * 20;
+        let scale = int8::quantize(row, &mut expected[run + 8..run + 16]);
+        expected[run + 18..run + 20].copy_from_slice(&int8::scale_bytes(scale));
+        let step = bf16::to_f32(scale);
+        for (x, number) in row.iter().zip(&key_cache[run + 8..run + 16]) {
+            assert!((x - step * f32::from(*number)).abs() <= 0.501 * step);
+        }
+    }
+    assert_eq!(key_cache, expected);
+    assert!(int8::scale_from([value_cache[58], value_cache[59]]).is_nan());
+    assert!(int8::scale_from([value_cache[78], value_cache[79]]).is_finite());
 }
 
 #[test]

@@ -20,7 +20,8 @@ use crate::cpu_sampling;
 /// Matrix products, KV write, paged attention and sampling on the CPU, on threads that sleep while there is no work.
 ///
 /// Caches are C-contiguous arrays `[num_blocks, num_kv_heads, block_size, head_dim]` of float32, or of uint16
-/// that holds bf16 bits. Methods may be called from any thread; the GIL is released while they work.
+/// that holds bf16 bits, or `[num_blocks, num_kv_heads, block_size, head_dim + 2]` of int8: in each block and head the
+/// numbers of all its tokens, then a bf16 factor for each token. Methods may be called from any thread; the GIL is released while they work.
 #[pyclass(frozen, module = "cbrs._core")]
 #[derive(Debug)]
 pub(crate) struct CpuKernels {

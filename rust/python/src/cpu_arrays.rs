@@ -3,32 +3,37 @@
 use std::fmt::Display;
 use std::ops::Range;
 
-use cbrs_cpu::{CacheLayout, CacheMut, CacheRef};
+use cbrs_cpu::{CacheLayout, CacheMut, CacheRef, int8};
 use numpy::ndarray::{Dimension, Ix4};
 use numpy::{Element, PyArray, PyArrayMethods, PyReadonlyArray, PyReadwriteArray};
 use numpy::{PyUntypedArrayMethods, dtype};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A cache to read: float32, or bf16 bits.
+/// A cache to read: float32, bf16 bits, or int8 with factors.
 pub(crate) enum ReadCache<'py> {
     F32(PyReadonlyArray<'py, f32, Ix4>),
     Bf16(PyReadonlyArray<'py, u16, Ix4>),
+    Int8(PyReadonlyArray<'py, i8, Ix4>),
 }
 
 impl<'py> ReadCache<'py> {
     pub(crate) fn new(array: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
         if array.is_instance_of::<PyArray<u16, Ix4>>() {
             read(array, name).map(Self::Bf16)
+        } else if array.is_instance_of::<PyArray<i8, Ix4>>() {
+            read(array, name).map(Self::Int8)
         } else {
             read(array, name).map(Self::F32)
         }
     }
 
-    pub(crate) fn shape(&self) -> &[usize] {
+    /// Shape and whether it has factors.
+    pub(crate) fn shape(&self) -> (&[usize], bool) {
         match self {
-            Self::F32(array) => array.shape(),
-            Self::Bf16(array) => array.shape(),
+            Self::F32(array) => (array.shape(), false),
+            Self::Bf16(array) => (array.shape(), false),
+            Self::Int8(array) => (array.shape(), true),
         }
     }
 
@@ -36,29 +41,35 @@ impl<'py> ReadCache<'py> {
         Ok(match self {
             Self::F32(array) => CacheRef::F32(slice(array, name)?),
             Self::Bf16(array) => CacheRef::Bf16(slice(array, name)?),
+            Self::Int8(array) => CacheRef::Int8(slice(array, name)?),
         })
     }
 }
 
-/// A cache to write: float32, or bf16 bits.
+/// A cache to write: float32, bf16 bits, or int8 with factors.
 pub(crate) enum WriteCache<'py> {
     F32(PyReadwriteArray<'py, f32, Ix4>),
     Bf16(PyReadwriteArray<'py, u16, Ix4>),
+    Int8(PyReadwriteArray<'py, i8, Ix4>),
 }
 
 impl<'py> WriteCache<'py> {
     pub(crate) fn new(array: &Bound<'py, PyAny>, name: &str) -> PyResult<Self> {
         if array.is_instance_of::<PyArray<u16, Ix4>>() {
             write(array, name).map(Self::Bf16)
+        } else if array.is_instance_of::<PyArray<i8, Ix4>>() {
+            write(array, name).map(Self::Int8)
         } else {
             write(array, name).map(Self::F32)
         }
     }
 
-    pub(crate) fn shape(&self) -> &[usize] {
+    /// Shape and whether it has factors.
+    pub(crate) fn shape(&self) -> (&[usize], bool) {
         match self {
-            Self::F32(array) => array.shape(),
-            Self::Bf16(array) => array.shape(),
+            Self::F32(array) => (array.shape(), false),
+            Self::Bf16(array) => (array.shape(), false),
+            Self::Int8(array) => (array.shape(), true),
         }
     }
 
@@ -67,6 +78,7 @@ impl<'py> WriteCache<'py> {
         Ok(match self {
             Self::F32(array) => CacheMut::F32(array.as_slice_mut().map_err(refuse)?),
             Self::Bf16(array) => CacheMut::Bf16(array.as_slice_mut().map_err(refuse)?),
+            Self::Int8(array) => CacheMut::Int8(array.as_slice_mut().map_err(refuse)?),
         })
     }
 }
@@ -124,11 +136,13 @@ pub(crate) fn slice<'a, T: Element, D: Dimension>(
     slice.ok_or_else(|| not_contiguous(name))
 }
 
-pub(crate) fn layout(key_cache: &[usize], value_cache: &[usize]) -> PyResult<CacheLayout> {
-    check_shape("value_cache", value_cache, key_cache)?;
-    let [num_blocks, num_kv_heads, block_size, head_dim] = *key_cache else {
+/// The layout of two caches, from shapes and whether they have factors.
+pub(crate) fn layout(key_cache: (&[usize], bool), value_cache: (&[usize], bool)) -> PyResult<CacheLayout> {
+    check_shape("value_cache", value_cache.0, key_cache.0)?;
+    let ([num_blocks, num_kv_heads, block_size, row_len], has_scales) = (*key_cache.0, key_cache.1) else {
         return Err(PyValueError::new_err("key_cache must have 4 dimensions"));
     };
+    let head_dim = if has_scales { row_len.saturating_sub(int8::SCALE_BYTES) } else { row_len };
     CacheLayout::new(num_blocks, num_kv_heads, block_size, head_dim).map_err(value_error)
 }
 
@@ -151,6 +165,7 @@ pub(crate) fn span_ref(cache: &CacheRef<'_>) -> Range<usize> {
     match cache {
         CacheRef::F32(data) => span(data),
         CacheRef::Bf16(data) => span(data),
+        CacheRef::Int8(data) => span(data),
     }
 }
 
@@ -158,6 +173,7 @@ pub(crate) fn span_mut(cache: &CacheMut<'_>) -> Range<usize> {
     match cache {
         CacheMut::F32(data) => span(data),
         CacheMut::Bf16(data) => span(data),
+        CacheMut::Int8(data) => span(data),
     }
 }
 

@@ -4,12 +4,28 @@
 //! lane of two vectors, which takes a shift and a mask instead of moving numbers across lanes. Queries are put into that
 //! order once, and results back, so scores and sums do not notice.
 
+use crate::int8;
+use crate::layout::CacheLayout;
 use crate::simd::{CACHE_LINE, Simd, prefetch_line};
 
 /// Element of a cache.
 pub(crate) trait Element: Copy + Send + Sync {
     /// Whether `load_two` hands out even numbers first, then odd ones.
     const IN_PAIRS: bool;
+    /// Whether each head of a token has a factor.
+    const HAS_SCALES: bool = false;
+
+    /// Index of the first element of one head of one token, and of its factor if it has one.
+    #[inline(always)]
+    fn offsets(layout: &CacheLayout, block: usize, kv_head: usize, offset: usize) -> [usize; 2] {
+        [layout.row_offset(block, kv_head, offset), 0]
+    }
+
+    /// The factor at an index.
+    #[inline(always)]
+    fn scale(_: &[Self], _: usize) -> f32 {
+        1.0
+    }
 
     /// Loads and widens `S::LANES` elements.
     ///
@@ -22,6 +38,23 @@ pub(crate) trait Element: Copy + Send + Sync {
     /// # Safety
     /// As for [`Simd`], for twice as many elements.
     unsafe fn load_two<S: Simd>(ptr: *const Self) -> [S::Vector; 2];
+
+    /// The first or the second of what `load_two` loads.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn load_half<S: Simd>(ptr: *const Self, is_second: bool) -> S::Vector {
+        // SAFETY: the contract is the same.
+        unsafe {
+            if Self::IN_PAIRS {
+                let [first, second] = Self::load_two::<S>(ptr);
+                if is_second { second } else { first }
+            } else {
+                Self::load::<S>(ptr.add(if is_second { S::LANES } else { 0 }))
+            }
+        }
+    }
 }
 
 impl Element for f32 {
@@ -54,6 +87,34 @@ impl Element for u16 {
     unsafe fn load_two<S: Simd>(ptr: *const Self) -> [S::Vector; 2] {
         // SAFETY: the contract is the same.
         unsafe { S::load_bf16_pairs(ptr) }
+    }
+}
+
+/// A whole number that its token's factor multiplies.
+impl Element for i8 {
+    const IN_PAIRS: bool = false;
+    const HAS_SCALES: bool = true;
+
+    #[inline(always)]
+    fn offsets(layout: &CacheLayout, block: usize, kv_head: usize, offset: usize) -> [usize; 2] {
+        layout.int8_offsets(block, kv_head, offset)
+    }
+
+    #[inline(always)]
+    fn scale(cache: &[Self], at: usize) -> f32 {
+        int8::scale_from([cache[at], cache[at + 1]])
+    }
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(ptr: *const Self) -> S::Vector {
+        // SAFETY: the contract is the same.
+        unsafe { S::load_i8(ptr) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_two<S: Simd>(ptr: *const Self) -> [S::Vector; 2] {
+        // SAFETY: the contract is the same.
+        unsafe { [S::load_i8(ptr), S::load_i8(ptr.add(S::LANES))] }
     }
 }
 

@@ -87,8 +87,8 @@ impl AttentionArgs<'_> {
         if !self.key_cache.has_type_of(&self.value_cache) {
             return Err(Error::CacheTypes);
         }
-        check_len("key_cache", self.key_cache.len(), layout.num_elements())?;
-        check_len("value_cache", self.value_cache.len(), layout.num_elements())?;
+        self.key_cache.check("key_cache", layout)?;
+        self.value_cache.check("value_cache", layout)?;
         let num_tokens = self.num_tokens();
         let expected = num_tokens.saturating_mul(num_heads * layout.head_dim());
         check_len("query", self.query.len(), expected)?;
@@ -189,6 +189,7 @@ impl Kernels {
         match (args.key_cache, args.value_cache) {
             (CacheRef::F32(key), CacheRef::F32(value)) => self.attend_batch(args, key, value),
             (CacheRef::Bf16(key), CacheRef::Bf16(value)) => self.attend_batch(args, key, value),
+            (CacheRef::Int8(key), CacheRef::Int8(value)) => self.attend_batch(args, key, value),
             _ => Err(Error::CacheTypes),
         }
     }

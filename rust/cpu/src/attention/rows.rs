@@ -97,17 +97,21 @@ unsafe fn score<S: Simd, T: Element, const R: usize, const K: usize>(
             let mut sums = [[S::splat(0.0); K]; R];
             let mut d = 0;
             while d < twos {
-                let mut c = 0;
-                while c < K {
-                    let [first, second] = T::load_two::<S>(starts[c].add(d));
-                    let mut r = 0;
-                    while r < R {
-                        let q = query.add(r * head_dim + d);
-                        sums[r][c] = S::mul_add(S::load(q), first, sums[r][c]);
-                        sums[r][c] = S::mul_add(S::load(q.add(S::LANES)), second, sums[r][c]);
-                        r += 1;
+                // One half after the other, though both lie in the same memory: sums, queries and a key fill the registers.
+                let mut half = 0;
+                while half < 2 {
+                    let mut c = 0;
+                    while c < K {
+                        let key = T::load_half::<S>(starts[c].add(d), half == 1);
+                        let mut r = 0;
+                        while r < R {
+                            let q = query.add(r * head_dim + d + half * S::LANES);
+                            sums[r][c] = S::mul_add(S::load(q), key, sums[r][c]);
+                            r += 1;
+                        }
+                        c += 1;
                     }
-                    c += 1;
+                    half += 1;
                 }
                 d += 2 * S::LANES;
             }

@@ -50,17 +50,31 @@ impl<'a> Sums<'a> {
 
 /// Turns the scores of one row into weights, and returns the factor for what was summed before.
 ///
+/// With `scales`, factors of the tile's keys and values, scores are multiplied with the first, and weights, once they are
+/// summed, with the second.
+///
 /// # Safety
-/// The CPU has the instruction set of `S`; `scores` is a tile's, whose length `S::LANES` divides, and has `keys`.
+/// The CPU has the instruction set of `S`; `scores` is a tile's, whose length `S::LANES` divides, and has `keys`; so are
+/// `scales`.
 #[inline(always)]
 pub(crate) unsafe fn update_row<S: Simd>(
     scores: &mut [f32],
     keys: Range<usize>,
     greatest: &mut f32,
     total: &mut f32,
+    scales: Option<[*const f32; 2]>,
 ) -> f32 {
     // Whole vectors from the start of the tile; a weight of 0 outside `keys` changes no sum.
     let end = keys.end.next_multiple_of(S::LANES);
+    if let Some([factors, _]) = scales {
+        for start in (0..end).step_by(S::LANES) {
+            // SAFETY: the caller promises the instruction set; LANES divides `end`, which is inside both.
+            unsafe {
+                let place = scores.as_mut_ptr().add(start);
+                S::store(place, S::mul(S::load(place), S::load(factors.add(start))));
+            }
+        }
+    }
     scores[..keys.start].fill(f32::NEG_INFINITY);
     scores[keys.end..end].fill(f32::NEG_INFINITY);
     let scores = &mut scores[..end];
@@ -79,7 +93,11 @@ pub(crate) unsafe fn update_row<S: Simd>(
             let place = scores.as_mut_ptr().add(start);
             let weight = exp::<S>(S::add(S::load(place), S::splat(-new_greatest)));
             sums = S::add(sums, weight);
-            S::store(place, weight);
+            let kept = match scales {
+                Some([_, factors]) => S::mul(weight, S::load(factors.add(start))),
+                None => weight,
+            };
+            S::store(place, kept);
         }
         *total = *total * correction + sum::<S>(sums);
         *greatest = new_greatest;

@@ -16,6 +16,7 @@ use super::plan::{KEY_CHUNK, WorkItem};
 use super::rows::{Fetch, Source, add_rows, scale, score_rows};
 use super::softmax::{Sums, merge_row, update_row};
 use super::{BatchIndex, lowest_visible};
+use crate::int8::SCALE_BYTES;
 use crate::layout::CacheLayout;
 use crate::simd::Simd;
 
@@ -93,17 +94,19 @@ pub(crate) struct KeyTile {
     keys: Range<usize>,
     /// First element of each of these keys, in both caches.
     offsets: [usize; KEY_TILE],
+    /// Place of each one's factor, if the element type has factors.
+    scale_offsets: [usize; KEY_TILE],
 }
 
 impl Default for KeyTile {
     fn default() -> Self {
-        Self { start: 0, keys: 0..0, offsets: [0; KEY_TILE] }
+        Self { start: 0, keys: 0..0, offsets: [0; KEY_TILE], scale_offsets: [0; KEY_TILE] }
     }
 }
 
 impl KeyTile {
     /// Looks the keys of the tile at `start` up in the block table; behind the item's chunks there are none.
-    fn locate<E>(&mut self, problem: &Problem<'_, E>, item: &WorkItem, start: usize) {
+    fn locate<E: Element>(&mut self, problem: &Problem<'_, E>, item: &WorkItem, start: usize) {
         let (layout, table) = (&problem.layout, problem.index.table(item.row_id));
         let block_size = layout.block_size();
         let end = item.end().min(item.chunks.end * KEY_CHUNK);
@@ -113,9 +116,12 @@ impl KeyTile {
         while key < self.keys.end {
             let (column, offset) = ((start + key) / block_size, (start + key) % block_size);
             let run = (block_size - offset).min(self.keys.end - key);
-            let first = layout.row_offset(table[column] as usize, item.kv_head, offset);
+            let [first, scale] = E::offsets(layout, table[column] as usize, item.kv_head, offset);
             for step in 0..run {
                 self.offsets[key + step] = first + step * layout.head_dim();
+                if E::HAS_SCALES {
+                    self.scale_offsets[key + step] = scale + step * SCALE_BYTES;
+                }
             }
             key += run;
         }
@@ -144,6 +150,18 @@ pub(crate) struct Scratch {
     /// The tile at work, and the one after it.
     tile: KeyTile,
     ahead: KeyTile,
+    /// Factors of the tile's keys, and of its values.
+    scales: Scales,
+}
+
+/// Factors of a tile's keys, and of its values.
+#[derive(Debug)]
+struct Scales([[f32; KEY_TILE]; 2]);
+
+impl Default for Scales {
+    fn default() -> Self {
+        Self([[1.0; KEY_TILE]; 2])
+    }
 }
 
 impl Scratch {
@@ -276,11 +294,18 @@ unsafe fn attend_tile<S: Simd, E: Element>(
 ) {
     let head_dim = problem.layout.head_dim();
     let caches = [problem.key.as_ptr(), problem.value.as_ptr()];
-    // SAFETY: passed on. The offsets come from `CacheLayout::row_offset` with verified ids, so `head_dim` elements
+    if E::HAS_SCALES {
+        for (cache, scales) in [problem.key, problem.value].into_iter().zip(&mut scratch.scales.0) {
+            for key in scratch.tile.keys.clone() {
+                scales[key] = E::scale(cache, scratch.tile.scale_offsets[key]);
+            }
+        }
+    }
+    // SAFETY: passed on. The offsets come from `Element::offsets` with verified ids, so `head_dim` elements
     // from each are inside both caches, which have the same length; widened keys lie one after the other.
     unsafe {
         if rows <= DIRECT_ROWS {
-            attend_keys::<S, E, true>(problem, item, rows, scratch, caches);
+            attend_keys::<S, E, E, true>(problem, item, rows, scratch, caches);
         } else {
             for (data, to) in caches.into_iter().zip(&mut scratch.wide) {
                 for key in scratch.tile.keys.clone() {
@@ -288,7 +313,7 @@ unsafe fn attend_tile<S: Simd, E: Element>(
                 }
             }
             let wide = [scratch.wide[0].as_ptr(), scratch.wide[1].as_ptr()];
-            attend_keys::<S, f32, false>(problem, item, rows, scratch, wide);
+            attend_keys::<S, E, f32, false>(problem, item, rows, scratch, wide);
         }
     }
 }
@@ -319,15 +344,16 @@ unsafe fn widen<S: Simd, E: Element>(from: *const E, to: &mut [f32]) {
 /// # Safety
 /// As for [`attend_tile`]; `data` are keys and values: the caches if `DIRECT`, else the tile widened.
 #[inline(always)]
-unsafe fn attend_keys<S: Simd, T: Element, const DIRECT: bool>(
-    problem: &Problem<'_, impl Element>,
+unsafe fn attend_keys<S: Simd, E: Element, T: Element, const DIRECT: bool>(
+    problem: &Problem<'_, E>,
     item: &WorkItem,
     rows: usize,
     scratch: &mut Scratch,
     data: [*const T; 2],
 ) {
     let head_dim = problem.layout.head_dim();
-    let Scratch { query, chunk, weights, tile, ahead, .. } = scratch;
+    let Scratch { query, chunk, weights, tile, ahead, scales, .. } = scratch;
+    let scales = E::HAS_SCALES.then(|| [scales.0[0].as_ptr(), scales.0[1].as_ptr()]);
     let sums = Sums::new(&mut chunk[..Sums::len(rows, head_dim)], rows);
     let seen = |row: usize| tile.clip(&problem.visible(item, row));
     let widened: [usize; KEY_TILE] = if DIRECT { [0; KEY_TILE] } else { std::array::from_fn(|key| key * head_dim) };
@@ -352,7 +378,7 @@ unsafe fn attend_keys<S: Simd, T: Element, const DIRECT: bool>(
             if keys.is_empty() {
                 continue;
             }
-            let correction = update_row::<S>(scores, keys, &mut sums.greatest[row], &mut sums.total[row]);
+            let correction = update_row::<S>(scores, keys, &mut sums.greatest[row], &mut sums.total[row], scales);
             // The greatest score did not change, as for most tiles.
             if correction.to_bits() != 1f32.to_bits() {
                 scale::<S>(&mut sums.values[row * head_dim..(row + 1) * head_dim], correction);

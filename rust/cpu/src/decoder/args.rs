@@ -34,8 +34,8 @@ impl StepArgs<'_> {
         check_len("num_kv_heads", layout.num_kv_heads(), shape.num_kv_heads)?;
         check_len("head_dim", layout.head_dim(), shape.head_dim)?;
         for [key, value] in &self.caches {
-            check_len("key_cache", key.len(), layout.num_elements())?;
-            check_len("value_cache", value.len(), layout.num_elements())?;
+            key.as_ref().check("key_cache", layout)?;
+            value.as_ref().check("value_cache", layout)?;
             if std::mem::discriminant(key) != std::mem::discriminant(value) {
                 return Err(Error::CacheTypes);
             }

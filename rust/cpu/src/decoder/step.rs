@@ -2,7 +2,7 @@
 
 use std::sync::{PoisonError, TryLockError};
 
-use super::tokens::{Heads, KvTarget, norm, write_angles};
+use super::tokens::{Heads, norm, write_angles};
 use super::workspace::{Clock, Workspace, run_of};
 use super::{Decoder, DecoderParts, Layer, Linear, StepArgs};
 use crate::attention::element::Element;
@@ -10,6 +10,7 @@ use crate::attention::tile::{Output, Problem};
 use crate::attention::{BatchIndex, PARALLEL_WORK};
 use crate::dispatch::{Job, Kernels};
 use crate::error::{Error, Result};
+use crate::kv_write::KvTarget;
 use crate::layout::{CacheLayout, CacheMut};
 use crate::linear::{LinearArgs, Then};
 use crate::pool::Team;
@@ -205,6 +206,8 @@ impl Step<'_> {
     /// Norms and turns queries and keys, and writes keys and values to the cache.
     fn place(&self, layer: &Layer, batch: Batch<'_>, caches: &mut [CacheMut<'_>; 2], workspace: &mut Workspace) {
         let shape = &self.parts.shape;
+        let [key, value] = caches;
+        let Ok(cache) = KvTarget::new(key, value) else { unreachable!("the check compares the types") };
         let heads = Heads {
             isa: self.kernels.isa(),
             shape,
@@ -215,11 +218,7 @@ impl Step<'_> {
             }),
             layout: batch.layout,
             slot_mapping: batch.slot_mapping,
-            cache: match caches {
-                [CacheMut::F32(key), CacheMut::F32(value)] => KvTarget::F32([key.as_mut_ptr(), value.as_mut_ptr()]),
-                [CacheMut::Bf16(key), CacheMut::Bf16(value)] => KvTarget::Bf16([key.as_mut_ptr(), value.as_mut_ptr()]),
-                _ => unreachable!("the check compares the types"),
-            },
+            cache,
         };
         let query_len = shape.num_heads * shape.head_dim;
         let all_len = query_len + 2 * shape.num_kv_heads * shape.head_dim;
@@ -246,6 +245,7 @@ impl Step<'_> {
         match caches {
             [CacheMut::F32(key), CacheMut::F32(value)] => self.attend_over(layer, batch, key, value, workspace),
             [CacheMut::Bf16(key), CacheMut::Bf16(value)] => self.attend_over(layer, batch, key, value, workspace),
+            [CacheMut::Int8(key), CacheMut::Int8(value)] => self.attend_over(layer, batch, key, value, workspace),
             _ => return Err(Error::CacheTypes),
         }
         Ok(())

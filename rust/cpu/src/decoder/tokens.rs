@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::{DecoderShape, Rotary};
-use crate::bf16;
 use crate::dispatch::Isa;
+use crate::kv_write::KvTarget;
 use crate::layout::CacheLayout;
 use crate::simd::portable::Portable;
 #[cfg(target_arch = "x86_64")]
@@ -115,16 +115,6 @@ pub(super) struct Heads<'a> {
     pub(super) cache: KvTarget,
 }
 
-/// First elements of a layer's key and value cache, to be written by several threads at disjoint places.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum KvTarget {
-    F32([*mut f32; 2]),
-    Bf16([*mut u16; 2]),
-}
-
-// SAFETY: the pointers stand for exclusive slices that outlive the round; tokens have slots of their own in it.
-unsafe impl Sync for KvTarget {}
-
 impl Heads<'_> {
     /// Norms and turns queries and keys of some tokens, and writes queries to `query`, keys and values to the cache.
     ///
@@ -155,9 +145,9 @@ impl Heads<'_> {
             let Ok(slot) = usize::try_from(self.slot_mapping[token]) else { continue };
             let (block, offset) = (slot / self.layout.block_size(), slot % self.layout.block_size());
             for (index, head) in keys_values.chunks_exact(head_dim).enumerate() {
-                let start = self.layout.row_offset(block, index % num_kv_heads, offset);
+                let place = [block, index % num_kv_heads, offset];
                 // SAFETY: the slot was checked; the caller promises that no other thread has it.
-                unsafe { self.cache.write(index / num_kv_heads, start, head) };
+                unsafe { self.cache.write(index / num_kv_heads, &self.layout, place, head) };
             }
         }
     }
@@ -165,24 +155,3 @@ impl Heads<'_> {
 
 /// Largest head with norms.
 pub(super) const MAX_HEAD_DIM: usize = 1024;
-
-impl KvTarget {
-    /// Writes one head of one token to the key (0) or value (1) cache.
-    ///
-    /// # Safety
-    /// `start..start + head.len()` is inside the cache, and no other thread touches these elements.
-    unsafe fn write(&self, which: usize, start: usize, head: &[f32]) {
-        match self {
-            // SAFETY: the caller promises the range; a buffer of heads is no part of a cache.
-            Self::F32(caches) => unsafe {
-                std::ptr::copy_nonoverlapping(head.as_ptr(), caches[which].add(start), head.len());
-            },
-            Self::Bf16(caches) => {
-                for (index, value) in head.iter().enumerate() {
-                    // SAFETY: the caller promises the range.
-                    unsafe { caches[which].add(start + index).write(bf16::from_f32(*value)) };
-                }
-            }
-        }
-    }
-}

@@ -38,6 +38,8 @@ pub(crate) unsafe trait Simd: Copy {
     /// Loads and widens `2 * LANES` bf16 numbers that lie in pairs: number `i` of the first vector, then number `i` of the
     /// second. Two vectors of the same width without moving a number across lanes.
     unsafe fn load_bf16_pairs(ptr: *const u16) -> [Self::Vector; 2];
+    /// Loads and widens `LANES` whole numbers; no alignment needed.
+    unsafe fn load_i8(ptr: *const i8) -> Self::Vector;
     /// Stores `LANES` numbers; no alignment needed.
     unsafe fn store(ptr: *mut f32, vector: Self::Vector);
     /// `a + b`.
@@ -191,6 +193,9 @@ mod tests {
                 assert_eq!(S::max_lane(at(c)), greatest);
                 let mut widened = vec![f32::NAN; S::LANES];
                 S::store(widened.as_mut_ptr(), S::load_bf16(bits.as_ptr().add(c * S::LANES)));
+                assert_eq!(widened, chunk);
+                let whole: Vec<i8> = chunk.iter().map(|x| *x as i8).collect();
+                S::store(widened.as_mut_ptr(), S::load_i8(whole.as_ptr()));
                 assert_eq!(widened, chunk);
                 let pairs: Vec<u16> = (0..2 * S::LANES).map(|i| bits[i / 2 + i % 2 * S::LANES]).collect();
                 for (half, vector) in S::load_bf16_pairs(pairs.as_ptr()).into_iter().enumerate() {

@@ -68,6 +68,12 @@ unsafe impl<const N: usize> Simd for Portable<N> {
     }
 
     #[inline(always)]
+    unsafe fn load_i8(ptr: *const i8) -> [f32; N] {
+        // SAFETY: the caller promises N readable elements; the array has the alignment of one.
+        unsafe { ptr.cast::<[i8; N]>().read() }.map(f32::from)
+    }
+
+    #[inline(always)]
     unsafe fn store(ptr: *mut f32, vector: [f32; N]) {
         // SAFETY: the caller promises N writable elements; the array has the alignment of one.
         unsafe { ptr.cast::<[f32; N]>().write(vector) }

@@ -2,15 +2,16 @@
 
 use std::arch::x86_64::{
     __m128, __m256, __m512, _CMP_NLT_UQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _mm_add_ps, _mm_cvtss_f32,
-    _mm_loadu_si128, _mm_max_ps, _mm_movehdup_ps, _mm_movehl_ps, _mm_storeu_ps, _mm256_add_epi32, _mm256_add_ps,
-    _mm256_and_ps, _mm256_and_si256, _mm256_castpd_ps, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cmp_ps,
-    _mm256_cvtepu16_epi32, _mm256_cvtps_epi32, _mm256_div_ps, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_hadd_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps, _mm256_round_ps, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512,
-    _mm512_castps_pd, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32,
-    _mm512_cvtps_epi32, _mm512_div_ps, _mm512_extractf64x4_pd, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
-    _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_slli_epi32, _mm512_storeu_ps,
+    _mm_loadl_epi64, _mm_loadu_si128, _mm_max_ps, _mm_movehdup_ps, _mm_movehl_ps, _mm_storeu_ps, _mm256_add_epi32,
+    _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_castpd_ps, _mm256_castps256_ps128, _mm256_castsi256_ps,
+    _mm256_cmp_ps, _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtps_epi32, _mm256_div_ps,
+    _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps,
+    _mm256_mul_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
+    _mm512_add_epi32, _mm512_add_ps, _mm512_and_si512, _mm512_castps_pd, _mm512_castps512_ps256, _mm512_castsi512_ps,
+    _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtps_epi32,
+    _mm512_div_ps, _mm512_extractf64x4_pd, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_maskz_mov_ps,
+    _mm512_max_ps, _mm512_mul_ps, _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32,
+    _mm512_storeu_ps,
 };
 
 use super::Simd;
@@ -72,6 +73,12 @@ unsafe impl Simd for Avx2 {
             let second = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             [_mm256_castsi256_ps(first), _mm256_castsi256_ps(second)]
         }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(ptr: *const i8) -> __m256 {
+        // SAFETY: the caller promises the instruction set and 8 readable elements, which are 8 bytes.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(ptr.cast()))) }
     }
 
     #[inline(always)]
@@ -202,6 +209,12 @@ unsafe impl Simd for Avx512 {
             let second = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             [_mm512_castsi512_ps(first), _mm512_castsi512_ps(second)]
         }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(ptr: *const i8) -> __m512 {
+        // SAFETY: the caller promises the instruction set and 16 readable elements, which are 16 bytes.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(ptr.cast()))) }
     }
 
     #[inline(always)]

@@ -6,7 +6,7 @@
     reason = "shared by several test crates, none of which uses all of it"
 )]
 
-use cbrs_cpu::{AttentionArgs, BatchIndex, CacheLayout, CacheRef, Error, Kernels, bf16};
+use cbrs_cpu::{AttentionArgs, BatchIndex, CacheLayout, CacheRef, Error, Kernels, bf16, int8};
 
 /// A small generator (xorshift), so that a failing case can be repeated from its seed.
 #[derive(Debug, Clone)]
@@ -55,6 +55,56 @@ pub struct Shape {
 impl Shape {
     pub fn num_heads(&self) -> usize {
         self.num_kv_heads * self.group
+    }
+}
+
+/// Element types of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    F32,
+    Bf16,
+    Int8,
+}
+
+impl Kind {
+    pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::Int8];
+}
+
+/// A cache of one type.
+#[derive(Debug)]
+pub enum Cache {
+    F32(Vec<f32>),
+    Bf16(Vec<u16>),
+    Int8(Vec<i8>),
+}
+
+impl Cache {
+    /// Converts a cache of `layout`; what is NaN stays NaN.
+    pub fn new(kind: Kind, numbers: &[f32], layout: &CacheLayout) -> Self {
+        match kind {
+            Kind::F32 => Self::F32(numbers.to_vec()),
+            Kind::Bf16 => Self::Bf16(numbers.iter().map(|x| bf16::from_f32(*x)).collect()),
+            Kind::Int8 => {
+                let mut cache = vec![-1; layout.num_int8_elements()];
+                let head_dim = layout.head_dim();
+                for (index, row) in numbers.chunks_exact(head_dim).enumerate() {
+                    let (run, offset) = (index / layout.block_size(), index % layout.block_size());
+                    let (block, head) = (run / layout.num_kv_heads(), run % layout.num_kv_heads());
+                    let [start, scale] = layout.int8_offsets(block, head, offset);
+                    let bits = int8::quantize(row, &mut cache[start..start + head_dim]);
+                    cache[scale..scale + 2].copy_from_slice(&int8::scale_bytes(bits));
+                }
+                Self::Int8(cache)
+            }
+        }
+    }
+
+    pub fn get(&self) -> CacheRef<'_> {
+        match self {
+            Self::F32(data) => CacheRef::F32(data),
+            Self::Bf16(data) => CacheRef::Bf16(data),
+            Self::Int8(data) => CacheRef::Int8(data),
+        }
     }
 }
 
@@ -157,24 +207,16 @@ impl Batch {
     /// Lends the arguments of a call to `run`; returns the output, which starts out as NaN.
     pub fn call(
         &self,
-        bf16_cache: bool,
+        kind: Kind,
         run: impl FnOnce(AttentionArgs<'_>) -> Result<(), Error>,
     ) -> Result<Vec<f32>, Error> {
         let mut out = vec![f32::NAN; self.query.len()];
-        let narrow = |cache: &[f32]| -> Vec<u16> {
-            if bf16_cache { cache.iter().map(|x| bf16::from_f32(*x)).collect() } else { Vec::new() }
-        };
-        let (key_bits, value_bits) = (narrow(&self.key_cache), narrow(&self.value_cache));
-        let (key_cache, value_cache) = if bf16_cache {
-            (CacheRef::Bf16(&key_bits), CacheRef::Bf16(&value_bits))
-        } else {
-            (CacheRef::F32(&self.key_cache), CacheRef::F32(&self.value_cache))
-        };
+        let caches = [&self.key_cache, &self.value_cache].map(|cache| Cache::new(kind, cache, &self.layout));
         run(AttentionArgs {
             out: &mut out,
             query: &self.query,
-            key_cache,
-            value_cache,
+            key_cache: caches[0].get(),
+            value_cache: caches[1].get(),
             layout: self.layout,
             num_heads: self.shape.num_heads(),
             index: BatchIndex {
@@ -192,7 +234,12 @@ impl Batch {
 
     /// Output of the fast kernels.
     pub fn attend(&self, kernels: &Kernels) -> Vec<f32> {
-        self.call(false, |args| kernels.paged_attention(args)).expect("valid batch")
+        self.attend_over(Kind::F32, kernels)
+    }
+
+    /// The same over a cache of this type.
+    pub fn attend_over(&self, kind: Kind, kernels: &Kernels) -> Vec<f32> {
+        self.call(kind, |args| kernels.paged_attention(args)).expect("valid batch")
     }
 }
 
