@@ -139,7 +139,8 @@ pub(crate) fn slice<'a, T: Element, D: Dimension>(
 /// The layout of two caches, from shapes and whether they have factors.
 pub(crate) fn layout(key_cache: (&[usize], bool), value_cache: (&[usize], bool)) -> PyResult<CacheLayout> {
     check_shape("value_cache", value_cache.0, key_cache.0)?;
-    let ([num_blocks, num_kv_heads, block_size, row_len], has_scales) = (*key_cache.0, key_cache.1) else {
+    let has_scales = key_cache.1;
+    let [num_blocks, num_kv_heads, block_size, row_len] = *key_cache.0 else {
         return Err(PyValueError::new_err("key_cache must have 4 dimensions"));
     };
     let head_dim = if has_scales { row_len.saturating_sub(int8::SCALE_BYTES) } else { row_len };
