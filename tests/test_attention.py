@@ -69,7 +69,7 @@ class Bench:
         kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.shape, self.window = replace(shape, window=window), window
-        self.lens, self.block_size = lens, block_size
+        self.lens, self.block_size, self.dtype = lens, block_size, dtype
         generator = torch.Generator().manual_seed(seed)
         rng = random.Random(seed)
 
@@ -127,7 +127,7 @@ class Bench:
         for source, count in zip((self.query, self.key, self.value), heads, strict=True):
             rows = [source[part.sequence][part.start : part.end] for part in parts]
             pad = torch.full((padding, count, self.shape.head_dim), float("nan"))
-            result.append(torch.cat([*rows, pad.to(source[0].dtype if source else pad.dtype)]))
+            result.append(torch.cat([*rows, pad.to(self.dtype)]))
         return result
 
     def run(self, backend, parts: list[Part], padding: int = 0, layer: int = 1) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Bench:
             scores = torch.einsum("hd,khd->hk", query[position], key[seen])
             weights = (scores * self.shape.attention_scale).softmax(-1)
             rows.append(torch.einsum("hk,khd->hd", weights, value[seen]))
-        return torch.stack(rows).to(self.cache.dtype)
+        return torch.stack(rows).to(self.dtype)
 
 
 def steps(lens: Iterable[int], chunk: int) -> list[list[Part]]:

@@ -117,7 +117,7 @@ def test_the_pool_is_logged_once_and_nothing_is_printed(make_llm, tiny, capsys, 
     llm = make_llm(tiny, num_blocks=20)
     assert capsys.readouterr() == ("", "")
     # 20 blocks of 16 tokens: 2 layers, keys and values, 2 heads of 16 float32.
-    assert caplog.messages.count("KV pool of 20 blocks x 16 tokens = 0.2 MiB") == 1
+    assert caplog.messages.count("KV pool of 20 blocks x 16 tokens in float32 = 0.2 MiB") == 1
     assert llm.config().kv_cache_bytes == llm.engine._runner.kv_cache.num_bytes
 
 
