@@ -302,11 +302,13 @@ MUCH = {**ONE, "prompt": LONG, "max_tokens": 5000, "echo": True, "logprobs": 5, 
 
 
 @contextlib.contextmanager
-def stalled(num: int, limits: ServerLimits) -> Iterator[tuple[AsyncLLM, RunningServer, Client]]:
+def stalled(
+    num: int, limits: ServerLimits, step_s: float = 0.005
+) -> Iterator[tuple[AsyncLLM, RunningServer, Client]]:
     """`num` readers that take nothing of long streams, until the block ends."""
     options: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": num + 1}
     options["num_blocks"] = (num + 1) * 512
-    with serving("null:0.005", limits=limits, **options) as (llm, server):
+    with serving(f"null:{step_s}", limits=limits, **options) as (llm, server):
         client = Client(server.url)
         assert client.get("/health").status_code == 200
         files = num_files()
@@ -350,7 +352,8 @@ def test_readers_that_take_nothing_are_cancelled() -> None:
 @pytest.mark.soak
 def test_two_hundred_readers_that_take_nothing() -> None:
     kib = resident_kib()
-    with stalled(200, {}) as (llm, server, client):
+    # The streams would take 100 s, so that they are given up, after 30 s, before they have ended.
+    with stalled(200, {}, step_s=0.02) as (llm, server, client):
         wait_until(lambda: llm.stats()["num_scheduled_tokens"] >= 200 * len(LONG), 60.0)
         wait_for_full_speed(llm, client)
         assert llm.stats()["num_running"] == 200, "all of them are still there"
