@@ -21,16 +21,21 @@ pub(crate) struct Source<'a, T> {
 }
 
 /// Rows that are needed next.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Fetch<'a, T> {
-    pub(crate) source: Source<'a, T>,
-    pub(crate) keys: Range<usize>,
+    source: Source<'a, T>,
+    first: usize,
+    end: usize,
 }
 
-impl<T: Element> Fetch<'_, T> {
+impl<'a, T: Element> Fetch<'a, T> {
+    pub(crate) fn new(source: Source<'a, T>, keys: &Range<usize>) -> Self {
+        Self { source, first: keys.start, end: keys.end }
+    }
+
     #[inline(always)]
     fn fetch(&self, key: usize, head_dim: usize) {
-        if self.keys.contains(&key) {
+        if (self.first..self.end).contains(&key) {
             prefetch(self.source.data, self.source.offsets[key], head_dim);
         }
     }
@@ -95,17 +100,17 @@ unsafe fn score<S: Simd, T: Element, const R: usize, const K: usize>(
         // SAFETY: the caller promises the keys and the rows; LANES divides `head_dim`.
         unsafe {
             let mut sums = [[S::splat(0.0); K]; R];
-            let mut d = 0;
-            while d < twos {
+            let mut dim = 0;
+            while dim < twos {
                 // One half after the other, though both lie in the same memory: sums, queries and a key fill the registers.
                 let mut half = 0;
                 while half < 2 {
                     let mut c = 0;
                     while c < K {
-                        let key = T::load_half::<S>(starts[c].add(d), half == 1);
+                        let key = T::load_half::<S>(starts[c].add(dim), half == 1);
                         let mut r = 0;
                         while r < R {
-                            let q = query.add(r * head_dim + d + half * S::LANES);
+                            let q = query.add(r * head_dim + dim + half * S::LANES);
                             sums[r][c] = S::mul_add(S::load(q), key, sums[r][c]);
                             r += 1;
                         }
@@ -113,7 +118,7 @@ unsafe fn score<S: Simd, T: Element, const R: usize, const K: usize>(
                     }
                     half += 1;
                 }
-                d += 2 * S::LANES;
+                dim += 2 * S::LANES;
             }
             if twos < head_dim {
                 let mut c = 0;
@@ -127,24 +132,24 @@ unsafe fn score<S: Simd, T: Element, const R: usize, const K: usize>(
                     c += 1;
                 }
             }
-            let mut i = 0;
-            while i < R * K {
+            let mut first = 0;
+            while first < R * K {
                 let four = [
-                    sums[i / K][i % K],
-                    sums[(i + 1) / K][(i + 1) % K],
-                    sums[(i + 2) / K][(i + 2) % K],
-                    sums[(i + 3) / K][(i + 3) % K],
+                    sums[first / K][first % K],
+                    sums[(first + 1) / K][(first + 1) % K],
+                    sums[(first + 2) / K][(first + 2) % K],
+                    sums[(first + 3) / K][(first + 3) % K],
                 ];
                 let four = S::sum4(four);
-                let mut j = 0;
-                while j < 4 {
-                    let (r, c) = ((i + j) / K, (i + j) % K);
+                let mut lane = 0;
+                while lane < 4 {
+                    let (r, c) = ((first + lane) / K, (first + lane) % K);
                     if block + c < keys.end {
-                        *scores.add(r * KEY_TILE + block + c) = four[j];
+                        *scores.add(r * KEY_TILE + block + c) = four[lane];
                     }
-                    j += 1;
+                    lane += 1;
                 }
-                i += 4;
+                first += 4;
             }
         }
         block += K;

@@ -359,9 +359,9 @@ unsafe fn attend_keys<S: Simd, E: Element, T: Element, const DIRECT: bool>(
     let widened: [usize; KEY_TILE] = if DIRECT { [0; KEY_TILE] } else { std::array::from_fn(|key| key * head_dim) };
     let [keys_at, values_at] = data.map(|data| Source { data, offsets: if DIRECT { &tile.offsets } else { &widened } });
     // The first rows that need a key fetch it for the others too.
-    let fetch_values = |row: usize| (DIRECT && row == 0).then(|| Fetch { source: values_at, keys: tile.keys.clone() });
+    let fetch_values = |row: usize| (DIRECT && row == 0).then(|| Fetch::new(values_at, &tile.keys));
     let next = Source { data: data[0], offsets: &ahead.offsets };
-    let fetch_keys = |row: usize| (DIRECT && row == 0).then(|| Fetch { source: next, keys: ahead.keys.clone() });
+    let fetch_keys = |row: usize| (DIRECT && row == 0).then(|| Fetch::new(next, &ahead.keys));
     // SAFETY: passed on.
     unsafe {
         for (row, len) in blocks(rows) {

@@ -237,12 +237,11 @@ fn check_head(head: &[u8], max_fields: usize) -> Result<State, ApiError> {
     // Not written before they are needed: clearing room for a hundred fields takes as long as reading a usual head.
     let mut on_stack = [const { MaybeUninit::uninit() }; MAX_FIELDS_ON_STACK];
     let mut on_heap = Vec::new();
-    let fields = match on_stack.get_mut(..max_fields) {
-        Some(fields) => fields,
-        None => {
-            on_heap.resize_with(max_fields, MaybeUninit::uninit);
-            &mut on_heap[..]
-        }
+    let fields = if max_fields <= MAX_FIELDS_ON_STACK {
+        &mut on_stack[..max_fields]
+    } else {
+        on_heap.resize_with(max_fields, MaybeUninit::uninit);
+        &mut on_heap[..]
     };
     let mut request = Request::new(&mut []);
     match ParserConfig::default().parse_request_with_uninit_headers(&mut request, head, fields) {
