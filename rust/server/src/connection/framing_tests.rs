@@ -208,3 +208,12 @@ fn an_idle_connection_holds_nothing() {
     framing.answered().unwrap();
     assert!(!framing.has_more() && framing.is_idle());
 }
+
+#[test]
+fn a_limit_above_the_room_on_the_stack_holds_as_well() {
+    for (count, is_good) in [(128, true), (129, true), (200, true), (201, false)] {
+        let limits = Limits { max_head_bytes: 4096, max_header_fields: 200, ..Limits::default() };
+        let head = format!("GET / HTTP/1.1\r\n{}\r\n", "a: b\r\n".repeat(count));
+        assert_eq!(Framing::new(&limits).hold(head.as_bytes()).is_ok(), is_good, "{count}");
+    }
+}
