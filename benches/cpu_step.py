@@ -128,7 +128,9 @@ def bounds(bench: Bench, num_seqs: int, rates: tuple[float, float]) -> dict[str,
     itemsize = getattr(torch, bench.config.dtype).itemsize
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
     num_bytes = bench.decoder.weight_bytes + num_seqs * context * token_bytes
-    weights = bench.decoder.weight_bytes // itemsize
+    # A group of 32 int8 weights has a scale of two bytes.
+    weight_bytes = itemsize if bench.config.quantization is None else 34 / 32
+    weights = bench.decoder.weight_bytes / weight_bytes
     pairs = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context
     flops = 2 * num_seqs * (weights + pairs)
     return {"by_bytes_ms": 1e3 * num_bytes / rates[1], "by_flops_ms": 1e3 * flops / rates[0]}
@@ -138,6 +140,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with LLM(
         options.model,
         dtype=options.dtype,
+        quantization=options.quantization,
         max_num_seqs=max(options.batches),
         max_model_len=options.context
         + options.num_steps
@@ -193,6 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, default=192)
     parser.add_argument("--num-steps", type=int, default=20)

@@ -188,6 +188,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout():
         ("--num-threads", "num_threads", 1),
         ("--dtype", "dtype", "float32"),
         ("--kv-cache-dtype", "kv_cache_dtype", "int8"),
+        ("--quantization", "quantization", "int8"),
         ("--policy", "policy", "static"),
         ("--target-itl-ms", "target_itl_ms", 40.0),
         ("--no-prefix-caching", "enable_prefix_caching", False),

@@ -34,7 +34,11 @@ def test_the_json_says_what_the_modules_say(
     assert found["version"] == cbrs.__version__
     assert found["cpu"]["num_cpus"] == found["num_threads"] == len(os.sched_getaffinity(0))
     assert found["cpu"]["features"]["avx2"] is features["avx2"]
-    assert found["kernels"] == {"isa": features["isa"], "attention": features["kernel"]}
+    assert found["kernels"] == {
+        "isa": features["isa"],
+        "attention": features["kernel"],
+        "int8": features["int8"],
+    }
     assert found["torch"]["version"] == torch.__version__
     device = choose_device("auto")
     dtype = str(choose_dtype("auto", device, False)).removeprefix("torch.")

@@ -1157,11 +1157,14 @@ class CpuKernels:
         self,
         weight: npt.NDArray[np.float32] | npt.NDArray[np.uint16],
         num_parts: SupportsIndex = 1,
+        int8: bool = False,
     ) -> PackedLinear:
         """Packs weights `[out_features, in_features]`, float32 or uint16 that holds bf16 bits.
 
-        `num_parts=2` is for gate and up projection in one matrix. The array is not kept. Raises
-        ValueError for a bad shape or dtype.
+        `num_parts=2` is for gate and up projection in one matrix. With `int8` the weights are
+        rounded to 8-bit integers, with a bf16 scale for each group of 32 inputs of an output; a
+        product then rounds its input in the same way. The array is not kept. Raises ValueError for
+        a bad shape or dtype.
         """
     def linear(
         self,
@@ -1363,7 +1366,8 @@ class CpuDecoder:
         """
 
 def cpu_features() -> dict[str, bool | str]:
-    """Which instruction sets this CPU has (of those with a kernel), and the kernel chosen."""
+    """Which instruction sets this CPU has (of those with a kernel), the kernel chosen for
+    heads of 64, and what multiplies int8 weights."""
 
 def run_load(
     config: dict[str, Any], on_progress: Callable[[dict[str, Any]], object] | None = None

@@ -39,6 +39,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     loaded = load_model(
         config.model,
         dtype=config.dtype,
+        quantization=config.quantization,
         device=config.device,
         num_threads=config.num_threads,
         tokenizer=config.tokenizer,
@@ -72,7 +73,9 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         "%s is ready after %.1f s: %s on %s",
         decided.model,
         time.monotonic() - started,
-        decided.dtype,
+        decided.dtype
+        if decided.quantization is None
+        else f"{decided.quantization} weights, else {decided.dtype},",
         decided.device,
     )
     return Engine(decided, scheduler, processor, runner, sampler), loaded.tokenizer

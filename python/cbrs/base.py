@@ -20,7 +20,13 @@ except ModuleNotFoundError as error:
     ) from error
 
 from cbrs.assembly import build_engine, policy_in_force
-from cbrs.config import DEFAULT_MODEL, Dtype, EffectiveConfig, EngineConfig
+from cbrs.config import (
+    DEFAULT_MODEL,
+    Dtype,
+    EffectiveConfig,
+    EngineConfig,
+    Quantization,
+)
 from cbrs.errors import InvalidRequestError, closed_error, forked_error
 from cbrs.logprobs import TokenTexts
 from cbrs.requests import Conversation, Prompt
@@ -47,6 +53,7 @@ class BaseLLM:
         model: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         dtype: Dtype = "auto",
+        quantization: Quantization | None = None,
         device: str = "auto",
         num_threads: int | None = None,
         **engine_options: Any,
@@ -61,6 +68,7 @@ class BaseLLM:
         config = EngineConfig(
             model=os.fspath(model),
             dtype=dtype,
+            quantization=quantization,
             device=device,
             num_threads=num_threads,
             **engine_options,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
+Quantization = Literal["int8"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -23,6 +24,14 @@ POLICY_FIELDS = (
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raises `ValueError` for anything but None and the known names."""
+    if quantization not in (None, "int8"):
+        raise ValueError(
+            f"quantization is {quantization!r}; give 'int8', or leave it out to keep the weights"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,9 @@ class EngineConfig:
     kv_cache_dtype: KvCacheDtype = "auto"
     """Of keys and values; `auto` is that of the weights. `int8` keeps whole numbers with a factor
     for each head of a token: about half of the memory of bfloat16, for a small loss."""
+    quantization: Quantization | None = None
+    """`int8`: matrices and embeddings in 8 bits with a scale per 32 inputs, whatever the
+    checkpoint stores; products round their inputs likewise. CPU only. None = in `dtype`."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, …; `auto` is the first CUDA device if there is one."""
     num_threads: int | None = None
@@ -111,6 +123,7 @@ class EngineConfig:
                 f"kv_cache_dtype is {self.kv_cache_dtype!r};"
                 f" choose one of {', '.join(_KV_CACHE_DTYPES)}"
             )
+        check_quantization(self.quantization)
         for name in ("num_threads", "block_size", "num_blocks", "kv_cache_bytes", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:

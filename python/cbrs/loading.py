@@ -21,6 +21,7 @@ from torch import nn
 
 from cbrs import hub
 from cbrs._core import CpuKernels, GgufFile, SafetensorsCheckpoint, Tokenizer
+from cbrs.config import check_quantization
 from cbrs.models import config_from_gguf, config_from_hf, model_class
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error, read_json, read_text
@@ -108,6 +109,7 @@ def load_model(
     name_or_path: str | os.PathLike[str],
     *,
     dtype: str = "auto",
+    quantization: str | None = None,
     device: str = "auto",
     num_threads: int | None = None,
     pack: bool = True,
@@ -116,15 +118,23 @@ def load_model(
     """Load a model to run on `device` in `dtype`, with its tokenizer or the one of `tokenizer`.
 
     A `device` of `auto` is the first CUDA device if there is one. For `auto` as `dtype` see
-    `choose_dtype`. `num_threads` is for the native kernels, None one per core that this process may
-    use; it also sets torch's CPU threads, which the process shares. `pack=False` keeps the plain
-    weights and runs them with torch, as a reference for the packed ones.
+    `choose_dtype`. With `quantization="int8"` matrices and embeddings are rounded to 8 bits, from
+    the values that the file stands for. `num_threads` is for the native kernels, None one per core
+    that this process may use; it also sets torch's CPU threads, which the process shares.
+    `pack=False` keeps the plain weights and runs them with torch, as a reference for the packed
+    ones.
 
     Raises:
         ModelLoadError: no such model, or a checkpoint that is malformed or not supported.
-        ValueError: a dtype or device that cannot be used here.
+        ValueError: a dtype, device or quantization that cannot be used here.
     """
+    check_quantization(quantization)
     target = choose_device(device)
+    if quantization is not None and target.type != "cpu":
+        raise ValueError(
+            f"quantization {quantization!r} runs on the CPU only, but the device is {target}; "
+            "give device='cpu' or leave quantization out"
+        )
     choose_dtype(dtype, target)  # what cannot be is refused before anything is fetched
     if num_threads is not None:
         torch.set_num_threads(num_threads)
@@ -137,8 +147,8 @@ def load_model(
     if pack and target.type == "cpu":
         kernels = CpuKernels(num_threads or len(os.sched_getaffinity(0)))
     if path.is_dir():
-        return _load_folder(name, path, dtype, target, kernels, given)
-    return _load_gguf(name, path, dtype, target, kernels, given)
+        return _load_folder(name, path, dtype, target, kernels, quantization, given)
+    return _load_gguf(name, path, dtype, target, kernels, quantization, given)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
@@ -232,6 +242,7 @@ def _load_gguf(
     dtype: str,
     device: torch.device,
     kernels: CpuKernels | None,
+    quantization: str | None,
     given: Tokenizer | None,
 ) -> LoadedModel:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
@@ -244,7 +255,15 @@ def _load_gguf(
     convert = partial(family.convert_gguf, config)
     full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_type)
     chosen = choose_dtype(dtype, device, full)
-    weights = CheckpointWeights(source, path, convert, dtype=chosen, device=device, kernels=kernels)
+    weights = CheckpointWeights(
+        source,
+        path,
+        convert,
+        dtype=chosen,
+        device=device,
+        kernels=kernels,
+        quantization=quantization,
+    )
     tensors = family.expected_tensors(config)
     expected = ((name, family.gguf_name(name), shape) for name, shape in tensors)
     weights.check(expected, optional=family.gguf_factors)
@@ -258,6 +277,7 @@ def _load_folder(
     dtype: str,
     device: torch.device,
     kernels: CpuKernels | None,
+    quantization: str | None,
     given: Tokenizer | None,
 ) -> LoadedModel:
     values = read_json(path / "config.json")
@@ -273,7 +293,15 @@ def _load_folder(
     convert = partial(family.convert_hf, config)
     full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_dtype)
     chosen = choose_dtype(dtype, device, full)
-    weights = CheckpointWeights(source, path, convert, dtype=chosen, device=device, kernels=kernels)
+    weights = CheckpointWeights(
+        source,
+        path,
+        convert,
+        dtype=chosen,
+        device=device,
+        kernels=kernels,
+        quantization=quantization,
+    )
     stored_head = f"{HEAD}.weight"
     tied = config.tie_word_embeddings and stored_head in source.tensor_names
     expected = ((name, name, shape) for name, shape in family.expected_tensors(config))

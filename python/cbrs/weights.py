@@ -50,8 +50,11 @@ class CheckpointWeights:
         dtype: torch.dtype,
         device: torch.device,
         kernels: CpuKernels | None = None,
+        quantization: str | None = None,
     ) -> None:
-        """Read from `source`, which was opened at `path`; `kernels` as in `models.layers.Weights`.
+        """Read from `source`, which was opened at `path`.
+
+        `kernels` and `quantization` are as in `models.layers.Weights`.
 
         `convert` gets the Hugging Face name and the stored values of a tensor and returns those
         that the model uses.
@@ -59,6 +62,7 @@ class CheckpointWeights:
         self.dtype = dtype
         self.device = device
         self.kernels = kernels
+        self.quantization = quantization
         self._source = source
         self._path = path
         self._convert = convert

@@ -54,7 +54,11 @@ def collect_info() -> dict[str, Any]:
             "num_cpus": num_cpus,
             "features": {name: on for name, on in features.items() if isinstance(on, bool)},
         },
-        "kernels": {"isa": features["isa"], "attention": features["kernel"]},
+        "kernels": {
+            "isa": features["isa"],
+            "attention": features["kernel"],
+            "int8": features["int8"],
+        },
         "num_threads": num_cpus,
         "torch": _torch_info(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -110,6 +114,7 @@ def _to_text(info: dict[str, Any]) -> str:
         "CPU": f"{cpu['model']}, {cpu['num_cpus']} usable",
         "CPU features": features,
         "attention": f"{kernels['attention']} (instruction set: {kernels['isa']})",
+        "int8": f"{kernels['int8']}, with quantization='int8'",
         "threads": f"{info['num_threads']} unless num_threads says otherwise",
         "torch": _NO_TORCH if torch is None else _torch_text(torch),
     }

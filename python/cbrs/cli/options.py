@@ -88,6 +88,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **notes: str) -> None:
         help="of keys and values: auto (that of the weights), float32, bfloat16 or int8"
         " (default: auto)",
     )
+    group.add_argument(
+        "--quantization", metavar="int8", help="keep the weights in 8 bits (default: in dtype)"
+    )
     group.add_argument("--device", help="auto, cpu or cuda (default: auto)")
     for name, meaning in _INT_OPTIONS.items():
         note = notes.get(name, getattr(default, name))

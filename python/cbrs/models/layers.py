@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cbrs._core import CpuKernels, PackedLinear
+from cbrs.models.quantization import rounded_inputs, rounded_weights
 from cbrs.models.rope import Rotary, inverse_frequencies
 
 _UPCAST_FROM_TOKENS = 4
@@ -38,8 +39,20 @@ class Weights(Protocol):
     def kernels(self) -> CpuKernels | None:
         """Native kernels that linear layers pack their weights for; None keeps them plain."""
 
+    @property
+    def quantization(self) -> str | None:
+        """ "int8" if matrices and embeddings are to be rounded to that, else None."""
+
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
+
+
+def read_matrix(weights: Weights, name: str) -> Tensor:
+    """Return the matrix `name` in the type that it is packed from.
+
+    Not in bfloat16 if it is rounded to int8, which would round it twice.
+    """
+    return weights.read(name, None if weights.quantization is None else torch.float32)
 
 
 class Linear(nn.Module):
@@ -57,19 +70,30 @@ class Linear(nn.Module):
         *,
         kernels: CpuKernels | None = None,
         num_parts: int = 1,
+        quantization: str | None = None,
     ) -> None:
         """Take `weight` `[out_features, in_features]` and `bias` `[out_features]`.
 
-        `num_parts=2` is for gate and up projection, which the kernels can combine.
+        `num_parts=2` is for gate and up projection, which the kernels can combine. With
+        `quantization="int8"` the weights are rounded here and the inputs in each product.
         """
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._kernels = kernels
-        self._packed = None if kernels is None else kernels.pack(to_array(weight), num_parts)
-        self._plain = weight if self._packed is None else None
-        self.bias = bias if self._packed is None or bias is None else bias.float()
+        self._rounds_inputs = quantization is not None and kernels is None
+        self._packed = (
+            None
+            if kernels is None
+            else kernels.pack(to_array(weight), num_parts, quantization is not None)
+        )
+        self._plain = None
+        if self._packed is None:
+            self._plain = rounded_weights(weight) if self._rounds_inputs else weight
+        float_bias = self._packed is not None or self._rounds_inputs
+        self.bias = bias.float() if float_bias and bias is not None else bias
         self._upcast = (
             self._packed is None
+            and not self._rounds_inputs
             and weight.device.type == "cpu"
             and weight.dtype == torch.bfloat16
             and not native_bfloat16()
@@ -80,9 +104,15 @@ class Linear(nn.Module):
         cls, weights: Weights, prefixes: Sequence[str], bias: bool, num_parts: int = 1
     ) -> "Linear":
         """Read the projections called `prefixes` into one matrix, without a second copy of it."""
-        matrix = _join([weights.read(f"{prefix}.weight") for prefix in prefixes])
+        matrix = _join([read_matrix(weights, f"{prefix}.weight") for prefix in prefixes])
         offset = _join([weights.read(f"{prefix}.bias") for prefix in prefixes]) if bias else None
-        return cls(matrix, offset, kernels=weights.kernels, num_parts=num_parts)
+        return cls(
+            matrix,
+            offset,
+            kernels=weights.kernels,
+            num_parts=num_parts,
+            quantization=weights.quantization,
+        )
 
     @property
     def packed(self) -> PackedLinear | None:
@@ -114,6 +144,8 @@ class Linear(nn.Module):
         plain = self._plain
         if plain is None:
             raise RuntimeError("a linear layer without weights")
+        if self._rounds_inputs:
+            return F.linear(rounded_inputs(inputs), plain, self.bias).to(inputs.dtype)
         if self._upcast and inputs.shape[0] >= _UPCAST_FROM_TOKENS:
             offset = None if self.bias is None else self.bias.float()
             return F.linear(inputs.float(), plain.float(), offset).to(inputs.dtype)
@@ -123,11 +155,20 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """The rows of a table by token, packed like a linear layer's weights or plain."""
 
-    def __init__(self, table: Tensor, *, kernels: CpuKernels | None = None) -> None:
-        """Take `table` `[vocab_size, hidden_size]`."""
+    def __init__(
+        self,
+        table: Tensor,
+        *,
+        kernels: CpuKernels | None = None,
+        quantization: str | None = None,
+    ) -> None:
+        """Take `table` `[vocab_size, hidden_size]`; `quantization` as for a linear layer."""
         super().__init__()
-        self.packed = None if kernels is None else kernels.pack(to_array(table))
-        self._plain = table if self.packed is None else None
+        is_int8 = quantization is not None
+        self.packed = None if kernels is None else kernels.pack(to_array(table), int8=is_int8)
+        self._plain = None
+        if self.packed is None:
+            self._plain = rounded_weights(table) if is_int8 else table
         self.dtype = table.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -157,7 +198,7 @@ class TiedHead(Linear):
         self.out_features = embedding.packed.out_features
         self.in_features = embedding.packed.in_features
         self._kernels, self._packed, self._plain = kernels, embedding.packed, None
-        self.bias, self._upcast = None, False
+        self.bias, self._upcast, self._rounds_inputs = None, False, False
 
 
 class RMSNorm(nn.Module):

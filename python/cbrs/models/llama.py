@@ -28,6 +28,7 @@ from cbrs.models.layers import (
     TiedHead,
     Weights,
     activation,
+    read_matrix,
     rotate,
 )
 from cbrs.weights import Values
@@ -160,8 +161,9 @@ class LlamaForCausalLM(nn.Module):
         """Read every tensor; names and shapes have been checked against `expected_tensors`."""
         super().__init__()
         self.config = config
-        kernels = weights.kernels
-        self.embedding = Embedding(weights.read(f"{EMBEDDING}.weight"), kernels=kernels)
+        kernels, quantization = weights.kernels, weights.quantization
+        table = read_matrix(weights, f"{EMBEDDING}.weight")
+        self.embedding = Embedding(table, kernels=kernels, quantization=quantization)
         self.embedding_scale = 1.0
         self.layers = nn.ModuleList(
             self.layer_class(config, weights, index) for index in range(config.num_layers)
@@ -172,8 +174,11 @@ class LlamaForCausalLM(nn.Module):
         head_type = torch.float32 if weights.device.type == "cpu" else weights.dtype
         if kernels is not None and config.tie_word_embeddings:
             self.head: Linear = TiedHead(self.embedding, kernels)
-        elif kernels is not None:
-            self.head = Linear(weights.read(f"{HEAD}.weight"), kernels=kernels)
+        elif quantization is not None or kernels is not None:
+            # From the stored table where it is tied: rounding it twice would be something else.
+            head = EMBEDDING if config.tie_word_embeddings else HEAD
+            matrix = read_matrix(weights, f"{head}.weight")
+            self.head = Linear(matrix, kernels=kernels, quantization=quantization)
         elif config.tie_word_embeddings:
             self.head = Linear(self.embedding.plain.to(head_type))
         else:

@@ -3,7 +3,7 @@
 //!     cargo run --release -p cbrs-cpu --example linear [threads] [layers]
 #![allow(clippy::print_stdout, reason = "a program")]
 
-use cbrs_cpu::{Activation, Error, Kernels, LinearArgs, PackedMatrix, Then, WeightsRef};
+use cbrs_cpu::{Activation, Error, Kernels, LinearArgs, PackedMatrix, Then, WeightType, WeightsRef};
 
 const WIDTH: usize = 576;
 const QKV: usize = 960;
@@ -18,14 +18,19 @@ struct Layer {
     down: PackedMatrix,
 }
 
-fn pack(kernels: &Kernels, bf16: bool, out: usize, input: usize, parts: usize) -> Result<PackedMatrix, Error> {
+const TYPES: [WeightType; 3] = [WeightType::Bf16, WeightType::Int8, WeightType::F32];
+
+fn pack(kernels: &Kernels, kind: WeightType, out: usize, input: usize, parts: usize) -> Result<PackedMatrix, Error> {
     let number = |index: usize| ((index * 2_654_435_761) % 1021) as f32 / 1021.0 - 0.5;
-    if bf16 {
-        let data: Vec<u16> = (0..out * input).map(|i| cbrs_cpu::bf16::from_f32(number(i))).collect();
-        return kernels.pack(WeightsRef::Bf16(&data), out, input, parts);
-    }
     let data: Vec<f32> = (0..out * input).map(number).collect();
-    kernels.pack(WeightsRef::F32(&data), out, input, parts)
+    match kind {
+        WeightType::F32 => kernels.pack(WeightsRef::F32(&data), out, input, parts),
+        WeightType::Bf16 => {
+            let data: Vec<u16> = data.iter().map(|number| cbrs_cpu::bf16::from_f32(*number)).collect();
+            kernels.pack(WeightsRef::Bf16(&data), out, input, parts)
+        }
+        WeightType::Int8 => kernels.pack_int8(WeightsRef::F32(&data), out, input, parts),
+    }
 }
 
 /// Processor time of this thread so far, in seconds: with one thread it tells the kernels' speed on a machine that others use, too.
@@ -38,8 +43,8 @@ fn now() -> f64 {
 
 /// One matrix that stays in the last-level cache, in turn with a loop of nothing but multiply-adds.
 fn one_matrix(kernels: &Kernels) -> Result<(), Error> {
-    for (bf16, out, input) in [(true, 960, 576), (false, 960, 576), (true, 576, 1536), (false, 576, 1536)] {
-        let matrix = pack(kernels, bf16, out, input, 1)?;
+    for (kind, (out, input)) in TYPES.into_iter().flat_map(|kind| [(kind, (960, 576)), (kind, (576, 1536))]) {
+        let matrix = pack(kernels, kind, out, input, 1)?;
         for num_rows in [1, 4, 6, 8, 12, 32, 64, 128, 510] {
             let data = vec![0.5; num_rows * input];
             let mut result = vec![0.0; num_rows * out];
@@ -65,8 +70,7 @@ fn one_matrix(kernels: &Kernels) -> Result<(), Error> {
             let flops = (2 * num_rows * out * input) as f64;
             let peak = (2 * 12 * 8 * (1 << 16)) as f64;
             println!(
-                "{} {out} x {input} rows {num_rows:3}: best {:5.1} of {:5.1} GFLOP/s, median {:5.1} of {:5.1}",
-                if bf16 { "bf16" } else { "f32 " },
+                "{kind:?} {out} x {input} rows {num_rows:3}: best {:5.1} of {:5.1} GFLOP/s, median {:5.1} of {:5.1}",
                 flops / times[0] / 1e9,
                 peak / peaks[0] / 1e9,
                 flops / times[30] / 1e9,
@@ -86,18 +90,18 @@ fn main() -> Result<(), Error> {
     }
     let rates = kernels.measure_rates(5)?;
     println!("{:.0} GFLOP/s, {:.1} GB/s read", rates.flops / 1e9, rates.read_bytes / 1e9);
-    for bf16 in [true, false] {
+    for kind in TYPES {
         let layers: Vec<Layer> = (0..num_layers)
             .map(|_| {
                 Ok(Layer {
-                    qkv: pack(&kernels, bf16, QKV, WIDTH, 1)?,
-                    out: pack(&kernels, bf16, WIDTH, WIDTH, 1)?,
-                    gate_up: pack(&kernels, bf16, 2 * INNER, WIDTH, 2)?,
-                    down: pack(&kernels, bf16, WIDTH, INNER, 1)?,
+                    qkv: pack(&kernels, kind, QKV, WIDTH, 1)?,
+                    out: pack(&kernels, kind, WIDTH, WIDTH, 1)?,
+                    gate_up: pack(&kernels, kind, 2 * INNER, WIDTH, 2)?,
+                    down: pack(&kernels, kind, WIDTH, INNER, 1)?,
                 })
             })
             .collect::<Result<_, Error>>()?;
-        let head = pack(&kernels, bf16, VOCAB, WIDTH, 1)?;
+        let head = pack(&kernels, kind, VOCAB, WIDTH, 1)?;
         let all: Vec<&PackedMatrix> = layers.iter().flat_map(|l| [&l.qkv, &l.out, &l.gate_up, &l.down]).collect();
         let layer_weights: usize = all.iter().map(|m| m.in_features() * m.out_features()).sum();
         let bytes: usize = all.iter().map(|m| m.num_bytes()).sum::<usize>() + head.num_bytes();
@@ -127,8 +131,7 @@ fn main() -> Result<(), Error> {
             let flops = 2.0 * (layer_weights * num_rows + VOCAB * WIDTH * num_logits) as f64;
             let (by_flops, by_bytes) = (flops / rates.flops, bytes as f64 / rates.read_bytes);
             println!(
-                "{} rows {num_rows:4}: {:8.2} ms, {:5.1} GB/s, {:5.1} GFLOP/s, to the bound {:.2} ({:.2} flops, {:.2} bytes)",
-                if bf16 { "bf16" } else { "f32 " },
+                "{kind:?} rows {num_rows:4}: {:8.2} ms, {:5.1} GB/s, {:5.1} GFLOP/s, to the bound {:.2} ({:.2} flops, {:.2} bytes)",
                 time * 1e3,
                 bytes as f64 / time / 1e9,
                 flops / time / 1e9,

@@ -22,6 +22,8 @@ pub(crate) unsafe trait Zeroed: Copy {}
 unsafe impl Zeroed for f32 {}
 // SAFETY: as above.
 unsafe impl Zeroed for u16 {}
+// SAFETY: as above.
+unsafe impl Zeroed for u8 {}
 
 /// A fixed number of elements.
 #[derive(Debug)]

@@ -10,6 +10,7 @@ use crate::attention::tile::{Problem, Scratch, attend, finish};
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Team};
 use crate::simd::Simd;
+use crate::simd::dot::DotSet;
 use crate::simd::portable::Portable;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::x86::{Avx2, Avx512};
@@ -185,6 +186,11 @@ pub(crate) enum Job {
 /// Returns the kernel that a head size gets on this CPU, for reports.
 pub fn kernel_name(head_dim: usize) -> &'static str {
     Variant::choose(Isa::detect(), head_dim).name()
+}
+
+/// Returns what multiplies int8 weights on this CPU, for reports.
+pub fn int8_name() -> &'static str {
+    DotSet::choose(Isa::detect()).name()
 }
 
 /// # Safety

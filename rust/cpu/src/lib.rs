@@ -49,4 +49,4 @@ pub use dispatch::{Isa, Kernels};
 pub use error::{Error, Result};
 pub use kv_write::WriteArgs;
 pub use layout::{CacheLayout, CacheMut, CacheRef};
-pub use linear::{Activation, LinearArgs, PackedMatrix, Then, WeightsRef};
+pub use linear::{Activation, LinearArgs, PackedMatrix, Then, WeightType, WeightsRef};

@@ -97,6 +97,51 @@ pub fn linear(
     (0..num_rows * width).map(place).collect()
 }
 
+/// Computes what a product with weights packed by [`Kernels::pack_int8`](crate::Kernels::pack_int8) is: what
+/// [`linear`] is of the rounded weights and the rounded input.
+///
+/// # Panics
+/// The lengths do not belong together.
+pub fn linear_int8(
+    before: &[f32],
+    input: &[f32],
+    weights: WeightsRef<'_>,
+    bias: Option<&[f32]>,
+    shape: LinearShape,
+) -> Vec<f64> {
+    let weights: Vec<f32> = match weights {
+        WeightsRef::F32(data) => data.to_vec(),
+        WeightsRef::Bf16(data) => data.iter().map(|bits| bf16::to_f32(*bits)).collect(),
+    };
+    let weights: Vec<f32> = weights.chunks(shape.in_features).flat_map(round_weights).collect();
+    let input: Vec<f32> = input.chunks(shape.in_features).flat_map(round_input).collect();
+    linear(before, &input, WeightsRef::F32(&weights), bias, shape)
+}
+
+/// Rounds the weights of an output: in groups of 32 to a multiple of a bf16 number, the 127th part of the greatest.
+fn round_weights(weights: &[f32]) -> Vec<f32> {
+    let round = |group: &[f32]| {
+        let greatest = group.iter().fold(0.0, |greatest: f32, weight| greatest.max(weight.abs()));
+        let scale = f32::from_bits(((greatest / 127.0).to_bits() + 0xffff) & 0xffff_0000);
+        let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+        group.iter().map(|weight| (weight * factor).round_ties_even() * scale).collect::<Vec<_>>()
+    };
+    weights.chunks(32).flat_map(round).collect()
+}
+
+/// Rounds a row of an input: in groups of 32 to a multiple of the 127th part of the greatest, or of the greatest sum of two
+/// neighbours.
+fn round_input(row: &[f32]) -> Vec<f32> {
+    let round = |group: &[f32]| {
+        let sums = group.chunks(2).map(|pair| pair.iter().sum());
+        let greatest =
+            group.iter().copied().chain(sums).fold(0.0, |greatest: f32, number: f32| greatest.max(number.abs()));
+        let factor = if greatest > 0.0 { 127.0 / greatest } else { 0.0 };
+        group.iter().map(|number| (number * factor).round_ties_even() * (greatest / 127.0)).collect::<Vec<_>>()
+    };
+    row.chunks(32).flat_map(round).collect()
+}
+
 /// Sizes of a product, and what becomes of it.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearShape {

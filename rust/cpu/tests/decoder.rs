@@ -29,16 +29,29 @@ const BLOCK_SIZE: usize = 4;
 const MAX_BLOCKS: usize = 24;
 const NUM_ROWS: usize = 5;
 
-fn linear(kernels: &Kernels, random: &mut Random, out: usize, input: usize, parts: usize, is_bf16: bool) -> Linear {
+/// Types of weights and caches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    F32,
+    Bf16,
+    /// With a cache of bf16.
+    Int8,
+}
+
+fn linear(kernels: &Kernels, random: &mut Random, out: usize, input: usize, parts: usize, kind: Kind) -> Linear {
     let scale = (input as f32).sqrt().recip() * 2.0;
     let weights: Vec<f32> = random.numbers(out * input).iter().map(|weight| weight * scale).collect();
     let narrow: Vec<u16> = weights.iter().map(|weight| bf16::from_f32(*weight)).collect();
-    let weights = if is_bf16 { WeightsRef::Bf16(&narrow) } else { WeightsRef::F32(&weights) };
-    let matrix = kernels.pack(weights, out, input, parts).expect("valid");
+    let matrix = match kind {
+        Kind::F32 => kernels.pack(WeightsRef::F32(&weights), out, input, parts),
+        Kind::Bf16 => kernels.pack(WeightsRef::Bf16(&narrow), out, input, parts),
+        Kind::Int8 => kernels.pack_int8(WeightsRef::F32(&weights), out, input, parts),
+    };
+    let matrix = matrix.expect("valid");
     Linear { matrix: Arc::new(matrix), bias: Some(random.numbers(out)) }
 }
 
-fn parts(kernels: &Kernels, is_bf16: bool) -> DecoderParts {
+fn parts(kernels: &Kernels, kind: Kind) -> DecoderParts {
     let mut random = Random::new(7);
     let random = &mut random;
     let heads = SHAPE.num_heads * SHAPE.head_dim;
@@ -49,15 +62,15 @@ fn parts(kernels: &Kernels, is_bf16: bool) -> DecoderParts {
         after_attention: (index == 1).then(|| random.numbers(WIDTH)),
         after_mlp: (index == 1).then(|| random.numbers(WIDTH)),
         head_norms: (index == 2).then(|| [random.numbers(8), random.numbers(8)]),
-        qkv: linear(kernels, random, all_heads, WIDTH, 1, is_bf16),
-        out: linear(kernels, random, WIDTH, heads, 1, is_bf16),
-        gate_up: linear(kernels, random, 2 * INNER, WIDTH, 2, is_bf16),
-        down: linear(kernels, random, WIDTH, INNER, 1, is_bf16),
+        qkv: linear(kernels, random, all_heads, WIDTH, 1, kind),
+        out: linear(kernels, random, WIDTH, heads, 1, kind),
+        gate_up: linear(kernels, random, 2 * INNER, WIDTH, 2, kind),
+        down: linear(kernels, random, WIDTH, INNER, 1, kind),
         rotary: [Some(0), None, Some(1)][index],
         sliding_window: [None, Some(7), None][index],
     });
     let layers = layers.collect();
-    let table = linear(kernels, random, VOCAB, WIDTH, 1, is_bf16).matrix;
+    let table = linear(kernels, random, VOCAB, WIDTH, 1, kind).matrix;
     DecoderParts {
         shape: SHAPE,
         embedding: Arc::clone(&table),
@@ -97,9 +110,9 @@ struct Arrays {
 }
 
 impl Engine {
-    fn new(num_threads: usize, isa: Isa, is_bf16: bool) -> Self {
+    fn new(num_threads: usize, isa: Isa, kind: Kind) -> Self {
         let kernels = Kernels::with_isa(num_threads, isa).expect("available");
-        let decoder = Decoder::new(parts(&kernels, is_bf16)).expect("valid");
+        let decoder = Decoder::new(parts(&kernels, kind)).expect("valid");
         let layout = CacheLayout::new(NUM_ROWS * MAX_BLOCKS, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim);
         let layout = layout.expect("small");
         let len = layout.num_elements();
@@ -111,7 +124,7 @@ impl Engine {
             layout,
             wide: (0..3).map(|_| [vec![f32::NAN; len], vec![f32::NAN; len]]).collect(),
             narrow: (0..3).map(|_| [vec![0x7fc0; len], vec![0x7fc0; len]]).collect(),
-            is_bf16,
+            is_bf16: kind != Kind::F32,
             block_tables,
         }
     }
@@ -186,13 +199,13 @@ fn tokens(seed: u64, len: usize) -> Vec<i32> {
 #[test]
 fn neighbours_chunks_rows_and_threads_change_no_bit() {
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
-        for is_bf16 in [false, true] {
+        for kind in [Kind::F32, Kind::Bf16, Kind::Int8] {
             let ours = tokens(1, 60);
             let others: Vec<_> = (0..3).map(|seed| tokens(seed + 2, 80)).collect();
-            let alone = Engine::new(1, isa, is_bf16).step(&[(0, &ours, 0)]);
+            let alone = Engine::new(1, isa, kind).step(&[(0, &ours, 0)]);
             assert!(alone.iter().all(|logit| logit.is_finite()));
             // The same sequence in another row, in chunks, beside others that prefill and decode.
-            let mut engine = Engine::new(3, isa, is_bf16);
+            let mut engine = Engine::new(3, isa, kind);
             let mut got = Vec::new();
             let mut start = 0;
             for len in [1, 17, 1, 1, 30, 2, 8] {
@@ -206,14 +219,14 @@ fn neighbours_chunks_rows_and_threads_change_no_bit() {
                 got.extend_from_slice(&logits[first * VOCAB..(first + len) * VOCAB]);
                 start += len;
             }
-            assert_eq!(bits(&got), bits(&alone), "{isa:?} {is_bf16}");
+            assert_eq!(bits(&got), bits(&alone), "{isa:?} {kind:?}");
         }
     }
 }
 
 #[test]
 fn a_token_without_a_slot_is_not_written_and_an_empty_step_is_no_error() {
-    let mut engine = Engine::new(2, Isa::detect(), false);
+    let mut engine = Engine::new(2, Isa::detect(), Kind::F32);
     let ours = tokens(1, 9);
     let mut arrays = engine.arrays(&[(2, &ours, 0)]);
     // A padding token behind the last query.
@@ -221,7 +234,7 @@ fn a_token_without_a_slot_is_not_written_and_an_empty_step_is_no_error() {
     arrays.positions.push(0);
     arrays.slot_mapping.push(-1);
     let logits = engine.run(&arrays).expect("valid");
-    assert_eq!(bits(&logits), bits(&Engine::new(1, Isa::detect(), false).step(&[(0, &ours, 0)])));
+    assert_eq!(bits(&logits), bits(&Engine::new(1, Isa::detect(), Kind::F32).step(&[(0, &ours, 0)])));
     let written = engine.wide[0][0].iter().filter(|number| !number.is_nan()).count();
     assert_eq!(written, 9 * SHAPE.num_kv_heads * SHAPE.head_dim);
     assert!(engine.step(&[]).is_empty());
@@ -230,7 +243,7 @@ fn a_token_without_a_slot_is_not_written_and_an_empty_step_is_no_error() {
 #[test]
 fn of_two_tokens_with_one_slot_the_later_one_is_written() {
     let ours = tokens(1, 64);
-    let mut engine = Engine::new(3, Isa::detect(), false);
+    let mut engine = Engine::new(3, Isa::detect(), Kind::F32);
     let mut arrays = engine.arrays(&[(2, &ours, 0)]);
     let twin = arrays.slot_mapping[10];
     arrays.slot_mapping[60] = twin;
@@ -238,7 +251,7 @@ fn of_two_tokens_with_one_slot_the_later_one_is_written() {
     arrays.positions[60] = 10;
     engine.run(&arrays).expect("valid");
     let first_layer = engine.wide[0][0].clone();
-    let mut plain = Engine::new(1, Isa::detect(), false);
+    let mut plain = Engine::new(1, Isa::detect(), Kind::F32);
     plain.step(&[(2, &ours[..11], 0)]);
     let place = plain.layout.row_offset(twin as usize / BLOCK_SIZE, 0, twin as usize % BLOCK_SIZE);
     assert_eq!(bits(&first_layer[place..place + 8]), bits(&plain.wide[0][0][place..place + 8]));
@@ -247,7 +260,7 @@ fn of_two_tokens_with_one_slot_the_later_one_is_written() {
 #[test]
 fn every_bad_index_is_refused_with_its_numbers_and_nothing_is_written() {
     let refuse = |damage: &dyn Fn(&mut Arrays)| {
-        let mut engine = Engine::new(1, Isa::detect(), false);
+        let mut engine = Engine::new(1, Isa::detect(), Kind::F32);
         let ours = tokens(1, 6);
         let mut arrays = engine.arrays(&[(1, &ours, 0)]);
         damage(&mut arrays);
@@ -279,7 +292,7 @@ fn every_bad_index_is_refused_with_its_numbers_and_nothing_is_written() {
 fn parts_that_do_not_fit_together_are_refused_by_name() {
     let kernels = Kernels::new(1).expect("starts");
     let refuse = |damage: &dyn Fn(&mut DecoderParts)| {
-        let mut parts = parts(&kernels, false);
+        let mut parts = parts(&kernels, Kind::F32);
         damage(&mut parts);
         Decoder::new(parts).expect_err("refused").to_string()
     };

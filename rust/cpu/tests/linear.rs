@@ -4,7 +4,7 @@
 mod common;
 
 use cbrs_cpu::reference::{self, LinearShape};
-use cbrs_cpu::{Activation, Error, Isa, Kernels, LinearArgs, PackedMatrix, Then, WeightsRef, bf16};
+use cbrs_cpu::{Activation, Error, Isa, Kernels, LinearArgs, PackedMatrix, Then, WeightType, WeightsRef, bf16};
 use common::{Random, bits};
 
 /// Weights as both types; the f32 ones are exactly the bf16 ones where `rounded`.
@@ -163,7 +163,7 @@ fn features_are_read_back_as_they_were_packed() {
         for kernels in all_kernels(2) {
             for is_bf16 in [false, true] {
                 let matrix = kernels.pack(weights.get(is_bf16), out_features, 9, parts).expect("valid");
-                assert_eq!(matrix.is_bf16(), is_bf16);
+                assert_eq!(matrix.weight_type(), if is_bf16 { WeightType::Bf16 } else { WeightType::F32 });
                 for feature in 0..out_features {
                     let mut row = [f32::NAN; 9];
                     matrix.read_feature(feature, &mut row).expect("exists");

@@ -51,11 +51,12 @@ impl CpuKernels {
 
     /// Pack weights `[out_features, in_features]`, float32 or uint16 that holds bf16 bits, in the order that `linear` reads.
     ///
-    /// `num_parts=2` is for gate and up projection in one matrix. The array is not kept. Raises ValueError for a bad
-    /// shape or dtype.
-    #[pyo3(signature = (weight, num_parts=1))]
-    fn pack(&self, py: Python<'_>, weight: &Bound<'_, PyAny>, num_parts: i64) -> PyResult<PackedLinear> {
-        cpu_linear::pack(py, &self.kernels, weight, at_least_1(num_parts, "num_parts")?)
+    /// `num_parts=2` is for gate and up projection in one matrix. With `int8` the weights are rounded to 8-bit integers, with
+    /// a bf16 scale for each group of 32 inputs of an output; a product then rounds its input in the same way. The array is
+    /// not kept. Raises ValueError for a bad shape or dtype.
+    #[pyo3(signature = (weight, num_parts=1, int8=false))]
+    fn pack(&self, py: Python<'_>, weight: &Bound<'_, PyAny>, num_parts: i64, int8: bool) -> PyResult<PackedLinear> {
+        cpu_linear::pack(py, &self.kernels, weight, at_least_1(num_parts, "num_parts")?, int8)
     }
 
     /// Multiply float32 `input` `[num_rows, in_features]` with packed weights; fills `out` `[num_rows, out_features]`.
@@ -239,13 +240,14 @@ impl CpuKernels {
     }
 }
 
-/// Return which instruction sets this CPU has (of those with a kernel), and the kernel chosen for heads of 64.
+/// Return which instruction sets this CPU has (of those with a kernel), the kernel chosen for heads of 64, and what multiplies int8 weights.
 #[pyfunction]
 pub(crate) fn cpu_features() -> BTreeMap<&'static str, FeatureValue> {
     let available = Isa::ALL.into_iter().map(|isa| (isa.name(), FeatureValue::Flag(isa.is_available())));
     let chosen = [
         ("isa", FeatureValue::Name(Isa::detect().name())),
         ("kernel", FeatureValue::Name(cbrs_cpu::dispatch::kernel_name(64))),
+        ("int8", FeatureValue::Name(cbrs_cpu::dispatch::int8_name())),
     ];
     available.chain(chosen).collect()
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use cbrs_cpu::{Kernels, LinearArgs, PackedMatrix, Then, WeightsRef};
+use cbrs_cpu::{Kernels, LinearArgs, PackedMatrix, Then, WeightType, WeightsRef};
 use numpy::ndarray::{Ix1, Ix2};
 use numpy::{PyArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -58,20 +58,26 @@ impl PackedLinear {
     }
 
     fn __repr__(&self) -> String {
-        let dtype = if self.matrix.is_bf16() { "bfloat16" } else { "float32" };
+        let dtype = match self.matrix.weight_type() {
+            WeightType::F32 => "float32",
+            WeightType::Bf16 => "bfloat16",
+            WeightType::Int8 => "int8",
+        };
         format!("PackedLinear({} x {}, {dtype})", self.matrix.out_features(), self.matrix.in_features())
     }
 }
 
-/// Packs a float32 matrix, or one of bf16 bits.
+/// Packs a float32 matrix, or one of bf16 bits, perhaps rounded to int8.
 pub(crate) fn pack(
     py: Python<'_>,
     kernels: &Kernels,
     weight: &Bound<'_, PyAny>,
     num_parts: usize,
+    int8: bool,
 ) -> PyResult<PackedLinear> {
     let run = |weights: WeightsRef<'_>, shape: &[usize]| {
-        let packed = py.detach(|| kernels.pack(weights, shape[0], shape[1], num_parts));
+        let pack = if int8 { Kernels::pack_int8 } else { Kernels::pack };
+        let packed = py.detach(|| pack(kernels, weights, shape[0], shape[1], num_parts));
         Ok(PackedLinear { matrix: Arc::new(packed.map_err(value_error)?) })
     };
     if weight.is_instance_of::<PyArray<u16, Ix2>>() {

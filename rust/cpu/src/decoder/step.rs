@@ -12,7 +12,7 @@ use crate::dispatch::{Job, Kernels};
 use crate::error::{Error, Result};
 use crate::kv_write::KvTarget;
 use crate::layout::{CacheLayout, CacheMut};
-use crate::linear::{LinearArgs, Then};
+use crate::linear::{LinearArgs, Quantized, Then};
 use crate::pool::Team;
 
 /// Below this many numbers handing a part of them to another thread costs more than it saves.
@@ -93,21 +93,22 @@ impl Step<'_> {
         for (layer, caches) in self.parts.layers.iter().zip(&mut args.caches) {
             self.norm(&workspace.hidden, &layer.attention_norm, &mut workspace.normed, false);
             clock.add_to(&mut workspace.times.tokens);
-            self.linear(&layer.qkv, &workspace.normed, &mut workspace.qkv, Then::Store)?;
+            let Workspace { normed, qkv, quantized, .. } = &mut *workspace;
+            self.linear(&layer.qkv, normed, qkv, Then::Store, quantized)?;
             clock.add_to(&mut workspace.times.linears);
             self.place(layer, batch, caches, workspace);
             clock.add_to(&mut workspace.times.tokens);
             self.attend(layer, batch, caches, workspace)?;
             clock.add_to(&mut workspace.times.attention);
-            let Workspace { hidden, normed, mixed, .. } = &mut *workspace;
-            self.add(&layer.out, mixed, layer.after_attention.as_deref(), hidden, normed)?;
+            let Workspace { hidden, normed, mixed, quantized, .. } = &mut *workspace;
+            self.add(&layer.out, mixed, layer.after_attention.as_deref(), hidden, normed, quantized)?;
             clock.add_to(&mut workspace.times.linears);
             let Workspace { hidden, normed, .. } = &mut *workspace;
             self.norm(hidden, &layer.mlp_norm, normed, false);
             clock.add_to(&mut workspace.times.tokens);
-            let Workspace { hidden, normed, inner, .. } = &mut *workspace;
-            self.linear(&layer.gate_up, normed, inner, Then::Gate(self.parts.shape.activation))?;
-            self.add(&layer.down, inner, layer.after_mlp.as_deref(), hidden, normed)?;
+            let Workspace { hidden, normed, inner, quantized, .. } = &mut *workspace;
+            self.linear(&layer.gate_up, normed, inner, Then::Gate(self.parts.shape.activation), quantized)?;
+            self.add(&layer.down, inner, layer.after_mlp.as_deref(), hidden, normed, quantized)?;
             clock.add_to(&mut workspace.times.linears);
         }
         let num_rows = args.logits_index.len();
@@ -119,8 +120,8 @@ impl Step<'_> {
         clock.add_to(&mut workspace.times.tokens);
         let input = &workspace.normed[..num_rows * width];
         let (out, matrix) = (&mut *args.logits, &*self.parts.head);
-        self.kernels
-            .linear_on(self.team, LinearArgs { out, input, num_rows, matrix, bias: None, then: Then::Store })?;
+        let args = LinearArgs { out, input, num_rows, matrix, bias: None, then: Then::Store };
+        self.kernels.linear_on(self.team, args, &mut workspace.quantized)?;
         clock.add_to(&mut workspace.times.linears);
         workspace.times.steps += 1;
         Ok(())
@@ -179,13 +180,20 @@ impl Step<'_> {
         });
     }
 
-    fn linear(&self, linear: &Linear, input: &[f32], out: &mut [f32], then: Then) -> Result<()> {
+    fn linear(
+        &self,
+        linear: &Linear,
+        input: &[f32],
+        out: &mut [f32],
+        then: Then,
+        quantized: &mut Quantized,
+    ) -> Result<()> {
         let (matrix, num_rows) = (&*linear.matrix, self.num_tokens);
         let input = &input[..num_rows * matrix.in_features()];
         let width = matrix.out_features() / if matches!(then, Then::Gate(_)) { 2 } else { 1 };
         let out = &mut out[..num_rows * width];
         let bias = linear.bias.as_deref();
-        self.kernels.linear_on(self.team, LinearArgs { out, input, num_rows, matrix, bias, then })
+        self.kernels.linear_on(self.team, LinearArgs { out, input, num_rows, matrix, bias, then }, quantized)
     }
 
     /// Adds a product to the hidden state; if there is a norm for it, by way of `added`.
@@ -196,9 +204,10 @@ impl Step<'_> {
         after: Option<&[f32]>,
         hidden: &mut [f32],
         added: &mut [f32],
+        quantized: &mut Quantized,
     ) -> Result<()> {
-        let Some(weight) = after else { return self.linear(linear, input, hidden, Then::Add) };
-        self.linear(linear, input, added, Then::Store)?;
+        let Some(weight) = after else { return self.linear(linear, input, hidden, Then::Add, quantized) };
+        self.linear(linear, input, added, Then::Store, quantized)?;
         self.norm(added, weight, hidden, true);
         Ok(())
     }

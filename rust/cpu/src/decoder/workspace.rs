@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::{DecoderParts, StepArgs};
 use crate::attention::plan::{HeadShape, Plan};
 use crate::attention::tile::Scratch;
+use crate::linear::Quantized;
 
 /// Where the time of some steps went, as seen by the calling thread.
 #[derive(Debug, Clone, Copy, Default)]
@@ -36,6 +37,8 @@ pub(super) struct Workspace {
     pub(super) mixed: Vec<f32>,
     /// `[T, intermediate size]`.
     pub(super) inner: Vec<f32>,
+    /// Input of a product with int8 weights.
+    pub(super) quantized: Quantized,
     /// Of each kind of rotary `[T, 2, pairs]`, cosine and sine.
     pub(super) angles: Vec<Vec<f32>>,
     /// Work items of attention for each window that some layer has.

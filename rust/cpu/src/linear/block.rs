@@ -8,12 +8,17 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::epilogue::{Destination, MAX_WIDTH, PanelBias, Sums, store, store_gated};
-use super::micro::{Tile, Weight, multiply};
+use super::int8::Ints;
+use super::micro::{Floats, Weight};
 use super::pack::Panels;
+use super::quantize::Quantized;
 use super::{LinearArgs, PackedMatrix, Then};
 use crate::dispatch::Isa;
 use crate::pool::Team;
 use crate::simd::Simd;
+use crate::simd::dot::{Dot, DotSet};
+#[cfg(target_arch = "x86_64")]
+use crate::simd::dot_x86::Vnni;
 use crate::simd::portable::Portable;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::x86::{Avx2, Avx512};
@@ -22,8 +27,6 @@ use crate::simd::x86::{Avx2, Avx512};
 const BLOCK_BYTES: usize = 256 << 10;
 /// Largest number of rows of a block; its sums lie on the stack.
 const MAX_ROWS: usize = 96;
-/// Inputs of a run: with them a panel takes half of the first-level cache.
-const RUN: usize = 256;
 /// Items per thread that there should be, so that all end at about the same time.
 const ITEMS_PER_THREAD: usize = 8;
 /// Largest number of panels of an item.
@@ -39,6 +42,22 @@ struct Output(*mut f32);
 unsafe impl Sync for Output {}
 // SAFETY: as above.
 unsafe impl Send for Output {}
+
+/// How the sums of some rows and panels come about.
+pub(crate) trait Multiply: Sync {
+    /// Vectors of the sums.
+    type Numbers: Simd;
+    /// Rows that one run over a panel takes.
+    const TILE_ROWS: usize;
+    /// Whether a few rows take two panels together.
+    const HAS_PAIRS: bool;
+
+    /// Writes the sums of some rows and `P` panels, `[rows, P, 2 * LANES]`.
+    ///
+    /// # Safety
+    /// The CPU has the instruction set; rows and panels exist, and there is room for the sums.
+    unsafe fn multiply<const P: usize>(&self, rows: &Range<usize>, panels: [usize; P], sums: *mut f32);
+}
 
 /// One product, verified.
 #[derive(Debug)]
@@ -64,7 +83,7 @@ struct Cut {
 }
 
 impl Cut {
-    fn new(product: &Product<'_>, tile_rows: usize, num_threads: usize) -> Self {
+    fn new(product: &Product<'_>, tile_rows: usize, may_pair: bool, num_threads: usize) -> Self {
         let matrix = product.matrix;
         let parts = if matches!(product.then, Then::Gate(_)) { 1 } else { matrix.num_parts() };
         let num_panels = parts * matrix.panels_of_part();
@@ -72,7 +91,7 @@ impl Cut {
         let most_rows = (most_rows - most_rows % tile_rows).clamp(tile_rows, MAX_ROWS);
         let num_blocks = product.num_rows.div_ceil(most_rows).max(1);
         let rows_per_block = product.num_rows.div_ceil(num_blocks).next_multiple_of(tile_rows);
-        let has_pairs = product.num_rows <= tile_rows / 2;
+        let has_pairs = may_pair && product.num_rows <= tile_rows / 2;
         let items_per_block = (ITEMS_PER_THREAD * num_threads).div_ceil(num_blocks);
         let panels_per_item = num_panels.div_ceil(items_per_block).clamp(1, MAX_PANELS);
         let is_plain = matches!(product.then, Then::Store | Then::Add);
@@ -98,7 +117,7 @@ impl Cut {
 }
 
 /// Cuts rows into tiles of at most `tile_rows`, as even as they go.
-fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn tiles(rows: Range<usize>, tile_rows: usize) -> impl Iterator<Item = Range<usize>> {
     let count = rows.len().div_ceil(tile_rows);
     (0..count).map(move |tile| {
         let place = |tile: usize| rows.start + rows.len() * tile / count;
@@ -113,48 +132,65 @@ impl<'a> Product<'a> {
         Self { out: Output(out.as_mut_ptr()), input, num_rows, matrix, bias, then }
     }
 
-    /// Computes it on the threads of `team`.
-    pub(crate) fn run(&self, isa: Isa, team: &Team<'_>) {
+    /// Computes it on the threads of `team`; `quantized` is memory for the input of a product with int8 weights.
+    pub(crate) fn run(&self, isa: Isa, team: &Team<'_>, quantized: &mut Quantized) {
         if self.num_rows == 0 {
             return;
         }
         match &self.matrix.panels {
-            Panels::F32(data) => self.run_items(isa, team, data),
-            Panels::Bf16(data) => self.run_items(isa, team, data),
+            Panels::F32(data) => self.run_floats(isa, team, data),
+            Panels::Bf16(data) => self.run_floats(isa, team, data),
+            Panels::Int8(set, data) => self.run_ints(*set, isa, team, data, quantized),
         }
     }
 
-    fn run_items<W: Weight>(&self, isa: Isa, team: &Team<'_>, data: &[W]) {
-        let tile_rows = match isa {
+    fn run_floats<W: Weight>(&self, isa: Isa, team: &Team<'_>, data: &[W]) {
+        let (input, depth) = (self.input, self.matrix.in_features());
+        match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Avx512::TILE_ROWS,
+            Isa::Avx512 => self.run_items(team, &Floats::<Avx512, W>::new(data, input, depth), item_avx512),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Avx2::TILE_ROWS,
-            _ => Portable::<8>::TILE_ROWS,
-        };
-        let cut = Cut::new(self, tile_rows, team.num_threads());
+            Isa::Avx2 => self.run_items(team, &Floats::<Avx2, W>::new(data, input, depth), item_avx2),
+            _ => self.run_items(team, &Floats::<Portable<8>, W>::new(data, input, depth), Self::run_item),
+        }
+    }
+
+    fn run_ints(&self, set: DotSet, isa: Isa, team: &Team<'_>, data: &[u8], quantized: &mut Quantized) {
+        match set {
+            #[cfg(target_arch = "x86_64")]
+            DotSet::Vnni => self.run_items(team, &self.ints::<Vnni>(isa, team, data, quantized), item_vnni),
+            #[cfg(target_arch = "x86_64")]
+            DotSet::Avx512 => self.run_items(team, &self.ints::<Avx512>(isa, team, data, quantized), item_avx512_bytes),
+            #[cfg(target_arch = "x86_64")]
+            DotSet::Avx2 => self.run_items(team, &self.ints::<Avx2>(isa, team, data, quantized), item_avx2),
+            _ => self.run_items(team, &self.ints::<Portable<8>>(isa, team, data, quantized), Self::run_item),
+        }
+    }
+
+    /// Quantises the input for `D`.
+    fn ints<'b, D: Dot>(&self, isa: Isa, team: &Team<'_>, data: &'b [u8], quantized: &'b mut Quantized) -> Ints<'b, D> {
+        quantized.fill(isa, team, self.input, self.num_rows);
+        Ints::new(data, quantized)
+    }
+
+    /// Runs all items; `run_item` is [`Self::run_item`] in a function with the instruction set of `M`.
+    fn run_items<M: Multiply>(&self, team: &Team<'_>, multiply: &M, run_item: unsafe fn(&Self, &M, &Cut, usize)) {
+        let cut = Cut::new(self, M::TILE_ROWS, M::HAS_PAIRS, team.num_threads());
         let work = self.num_rows * self.matrix.in_features() * self.matrix.out_features();
         team.run(cut.num_items(), work >= PARALLEL_WORK, |_, item| {
-            // SAFETY: the arguments were checked, and the matrix is packed for `isa`, which the CPU has.
-            unsafe {
-                match isa {
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx512 => item_avx512(self, data, &cut, item),
-                    #[cfg(target_arch = "x86_64")]
-                    Isa::Avx2 => item_avx2(self, data, &cut, item),
-                    _ => self.run_item::<Portable<8>, W>(data, &cut, item),
-                }
-            }
+            // SAFETY: the arguments were checked, and the matrix is packed for an instruction set that the CPU has.
+            unsafe { run_item(self, multiply, &cut, item) }
         });
     }
 
     /// Computes one item.
     ///
     /// # Safety
-    /// The CPU has the instruction set of `S`, for which the matrix is packed; the product passed its check.
+    /// The CPU has the instruction set of `M`, for which the matrix is packed; the product passed its check.
     #[allow(clippy::large_stack_arrays, reason = "24 KiB, of threads with 2 MiB")]
     #[inline(always)]
-    unsafe fn run_item<S: Simd, W: Weight>(&self, data: &[W], cut: &Cut, item: usize) {
+    unsafe fn run_item<M: Multiply>(&self, multiply: &M, cut: &Cut, item: usize) {
+        let lanes = M::Numbers::LANES;
         let (rows, mut panels) = cut.item(item, self.num_rows);
         let is_gated = matches!(self.then, Then::Gate(_));
         // Not written before they are needed, since that takes as long as the product of a small batch.
@@ -171,20 +207,20 @@ impl<'a> Product<'a> {
             };
             let both = [panel, other.unwrap_or(panel)];
             let (stride, second) = match other {
-                Some(_) if cut.has_pairs => (4 * S::LANES, first.wrapping_add(2 * S::LANES)),
-                _ => (2 * S::LANES, first.wrapping_add(MAX_ROWS * MAX_WIDTH)),
+                Some(_) if cut.has_pairs => (4 * lanes, first.wrapping_add(2 * lanes)),
+                _ => (2 * lanes, first.wrapping_add(MAX_ROWS * MAX_WIDTH)),
             };
             // SAFETY: passed on; the rows and panels exist, and there is room for the sums of two panels.
             unsafe {
                 if other.is_some() && cut.has_pairs {
-                    self.multiply::<S, W, 2>(data, &rows, both, first);
+                    multiply.multiply::<2>(&rows, both, first);
                 } else {
                     for (panel, sums) in both.into_iter().zip([first, second]).take(1 + usize::from(other.is_some())) {
-                        self.multiply::<S, W, 1>(data, &rows, [panel], sums);
+                        multiply.multiply::<1>(&rows, [panel], sums);
                     }
                 }
                 let sums = [first, second].map(|start| Sums { start, stride });
-                self.finish::<S>(sums, &rows, both, other.is_some());
+                self.finish::<M::Numbers>(sums, &rows, both, other.is_some());
             }
         }
     }
@@ -207,38 +243,6 @@ impl<'a> Product<'a> {
                 let to = self.destination(rows.start, panels[index]);
                 let adds = self.then == Then::Add;
                 store::<S>(sums[index], rows.len(), biases[index].as_ref(), to, adds);
-            }
-        }
-    }
-
-    /// Writes the sums of some rows and `P` panels, `[rows, P, 2 * LANES]`.
-    ///
-    /// # Safety
-    /// As for [`Self::run_item`]; there is room for the sums.
-    #[inline(always)]
-    unsafe fn multiply<S: Simd, W: Weight, const P: usize>(
-        &self,
-        data: &[W],
-        rows: &Range<usize>,
-        panels: [usize; P],
-        sums: *mut f32,
-    ) {
-        let (depth, width) = (self.matrix.in_features(), 2 * S::LANES);
-        let tile_rows = S::TILE_ROWS / P;
-        let run = if rows.len() <= tile_rows { depth } else { RUN };
-        for first in (0..depth).step_by(run) {
-            let len = run.min(depth - first);
-            let mut starts = [data.as_ptr(); P];
-            for (start, panel) in starts.iter_mut().zip(panels) {
-                *start = data[(panel * depth + first) * width..][..len * width].as_ptr();
-            }
-            for tile in tiles(rows.clone(), tile_rows) {
-                let input = &self.input[tile.start * depth + first..][..(tile.len() - 1) * depth + len];
-                let place = sums.wrapping_add((tile.start - rows.start) * P * width);
-                let (num_rows, goes_on) = (tile.len(), first > 0);
-                let tile = Tile { input: input.as_ptr(), stride: depth, num_rows, panels: starts, depth: len, goes_on };
-                // SAFETY: passed on; the ranges were taken from slices.
-                unsafe { multiply::<S, W, P>(tile, place) };
             }
         }
     }
@@ -267,19 +271,37 @@ impl<'a> Product<'a> {
 /// # Safety
 /// As for [`Product::run_item`]; the CPU must have the features.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx2,fma")]
-unsafe fn item_avx512<W: Weight>(product: &Product<'_>, data: &[W], cut: &Cut, item: usize) {
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma")]
+unsafe fn item_vnni<M: Multiply>(product: &Product<'_>, multiply: &M, cut: &Cut, item: usize) {
     // SAFETY: passed on; this function has the features.
-    unsafe { product.run_item::<Avx512, W>(data, cut, item) }
+    unsafe { product.run_item(multiply, cut, item) }
+}
+
+/// # Safety
+/// As for [`Product::run_item`]; the CPU must have the features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx2,fma")]
+unsafe fn item_avx512_bytes<M: Multiply>(product: &Product<'_>, multiply: &M, cut: &Cut, item: usize) {
+    // SAFETY: passed on; this function has the features.
+    unsafe { product.run_item(multiply, cut, item) }
+}
+
+/// # Safety
+/// As for [`Product::run_item`]; the CPU must have the features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx2,fma")]
+unsafe fn item_avx512<M: Multiply>(product: &Product<'_>, multiply: &M, cut: &Cut, item: usize) {
+    // SAFETY: passed on; this function has the features.
+    unsafe { product.run_item(multiply, cut, item) }
 }
 
 /// # Safety
 /// As for [`Product::run_item`]; the CPU must have the features.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn item_avx2<W: Weight>(product: &Product<'_>, data: &[W], cut: &Cut, item: usize) {
+unsafe fn item_avx2<M: Multiply>(product: &Product<'_>, multiply: &M, cut: &Cut, item: usize) {
     // SAFETY: passed on; this function has the features.
-    unsafe { product.run_item::<Avx2, W>(data, cut, item) }
+    unsafe { product.run_item(multiply, cut, item) }
 }
 
 #[cfg(test)]

@@ -4,7 +4,14 @@
 //! 1. Each sum is one chain of multiply-adds over the inputs in ascending order, started at 0: the same bits whichever
 //!    rows and panels are taken together.
 
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::block::{Multiply, tiles};
 use crate::simd::{CACHE_LINE, Simd, prefetch_line};
+
+/// Inputs of a run: with them a panel takes half of the first-level cache.
+const RUN: usize = 256;
 
 /// Bytes ahead of the weights at work that are fetched: across the page borders at which the hardware stops.
 const FETCH_AHEAD: usize = 1024;
@@ -35,19 +42,63 @@ impl Weight for u16 {
     }
 }
 
+/// Input and packed weights.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Floats<'a, S, W> {
+    panels: &'a [W],
+    input: &'a [f32],
+    depth: usize,
+    simd: PhantomData<S>,
+}
+
+impl<'a, S, W> Floats<'a, S, W> {
+    /// Takes `depth` inputs a row.
+    pub(crate) fn new(panels: &'a [W], input: &'a [f32], depth: usize) -> Self {
+        Self { panels, input, depth, simd: PhantomData }
+    }
+}
+
+impl<S: Simd + Sync, W: Weight> Multiply for Floats<'_, S, W> {
+    type Numbers = S;
+    const TILE_ROWS: usize = S::TILE_ROWS;
+    const HAS_PAIRS: bool = true;
+
+    #[inline(always)]
+    unsafe fn multiply<const P: usize>(&self, rows: &Range<usize>, panels: [usize; P], sums: *mut f32) {
+        let (depth, width) = (self.depth, 2 * S::LANES);
+        let tile_rows = S::TILE_ROWS / P;
+        let run = if rows.len() <= tile_rows { depth } else { RUN };
+        for first in (0..depth).step_by(run) {
+            let len = run.min(depth - first);
+            let mut starts = [self.panels.as_ptr(); P];
+            for (start, panel) in starts.iter_mut().zip(panels) {
+                *start = self.panels[(panel * depth + first) * width..][..len * width].as_ptr();
+            }
+            for tile in tiles(rows.clone(), tile_rows) {
+                let input = &self.input[tile.start * depth + first..][..(tile.len() - 1) * depth + len];
+                let place = sums.wrapping_add((tile.start - rows.start) * P * width);
+                let (num_rows, goes_on) = (tile.len(), first > 0);
+                let tile = Tile { input: input.as_ptr(), stride: depth, num_rows, panels: starts, depth: len, goes_on };
+                // SAFETY: passed on; the ranges were taken from slices.
+                unsafe { multiply::<S, W, P>(tile, place) };
+            }
+        }
+    }
+}
+
 /// Rows of the input of a tile, and the panels that they meet; all or a run of the inputs.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Tile<W, const P: usize> {
+struct Tile<W, const P: usize> {
     /// First element of the first row.
-    pub(crate) input: *const f32,
+    input: *const f32,
     /// Elements from a row to the next; the inputs of the product.
-    pub(crate) stride: usize,
-    pub(crate) num_rows: usize,
-    pub(crate) panels: [*const W; P],
+    stride: usize,
+    num_rows: usize,
+    panels: [*const W; P],
     /// Inputs to add up.
-    pub(crate) depth: usize,
+    depth: usize,
     /// Whether the sums go on from what they are, instead of from 0.
-    pub(crate) goes_on: bool,
+    goes_on: bool,
 }
 
 /// Writes the sums of a tile, `[num_rows, P, 2 * LANES]`.
@@ -56,7 +107,7 @@ pub(crate) struct Tile<W, const P: usize> {
 /// - The CPU has the instruction set of `S`.
 /// - `num_rows` is 1 to `TILE_ROWS / P`; the rows and panels are readable, `depth` inputs long; `sums` is of that size.
 #[inline(always)]
-pub(crate) unsafe fn multiply<S: Simd, W: Weight, const P: usize>(tile: Tile<W, P>, sums: *mut f32) {
+unsafe fn multiply<S: Simd, W: Weight, const P: usize>(tile: Tile<W, P>, sums: *mut f32) {
     debug_assert!((1..=S::TILE_ROWS / P).contains(&tile.num_rows));
     let most = S::TILE_ROWS / P;
     // SAFETY: passed on; each arm has the number of rows that the tile says.

@@ -4,11 +4,13 @@
 //! | --- | --- |
 //! | `pack` | weights in the order in which they are read |
 //! | `micro` | a few rows of input and a panel or two of weights |
+//! | `int8`, `quantize` | the same with int8 weights, for which the input is quantised, too |
 //! | `epilogue` | bias, activation, and where the sums go |
 //! | `block` | cutting a product into items of rows and panels |
 //!
-//! Weights are bf16 or f32; inputs, sums and outputs are f32 whatever the weights are, so bf16 costs the rounding of the
-//! weights and nothing else.
+//! Weights are bf16, f32 or int8; inputs, sums and outputs are f32 whatever the weights are, so bf16 costs the rounding of
+//! the weights and nothing else. With int8 weights (a scale for each group of 32 inputs of a feature) the input is
+//! rounded in the same way, and sums are of integers within a group.
 //!
 //! Invariants:
 //! 1. An output depends on its own row of the input and its own feature's weights only, bit for bit: rows, panels and
@@ -17,13 +19,16 @@
 
 mod block;
 mod epilogue;
+mod int8;
 mod micro;
 mod pack;
+mod quantize;
 
 pub use epilogue::Activation;
-pub use pack::{PackedMatrix, WeightsRef};
+pub use pack::{PackedMatrix, WeightType, WeightsRef};
 
 use block::Product;
+pub(crate) use quantize::Quantized;
 
 use crate::dispatch::Kernels;
 use crate::error::{Error, Result};
@@ -83,14 +88,14 @@ impl Kernels {
     pub fn linear(&self, args: LinearArgs<'_>) -> Result<()> {
         args.check(self)?;
         let team = self.team()?;
-        Product::new(args).run(self.isa(), &team);
+        Product::new(args).run(self.isa(), &team, &mut Quantized::default());
         Ok(())
     }
 
-    /// Does the same on threads that the caller has already.
-    pub(crate) fn linear_on(&self, team: &Team<'_>, args: LinearArgs<'_>) -> Result<()> {
+    /// Does the same on threads that the caller has already, with memory that it keeps.
+    pub(crate) fn linear_on(&self, team: &Team<'_>, args: LinearArgs<'_>, quantized: &mut Quantized) -> Result<()> {
         args.check(self)?;
-        Product::new(args).run(self.isa(), team);
+        Product::new(args).run(self.isa(), team, quantized);
         Ok(())
     }
 }

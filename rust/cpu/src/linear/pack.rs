@@ -3,6 +3,7 @@
 //! A panel holds [`PackedMatrix::panel_width`] output features: all weights of the first input, then all of the second
 //! and so on. So a product reads memory in one ascending run whatever the number of rows. In bf16 feature `i` of a
 //! panel's first half and feature `i` of its second one lie next to each other: one load gives two whole vectors.
+//! In int8 a panel is a run of groups of 32 inputs, see `int8.rs`; the last group is filled up with weights of 0.
 //!
 //! Invariants:
 //! 1. A panel belongs to one part; the features that fill up the last panel of a part have weights of 0.
@@ -12,6 +13,9 @@ use crate::buffer::{Buffer, Zeroed};
 use crate::dispatch::{Isa, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::check_len;
+use crate::linear::int8::group_bytes;
+use crate::linear::quantize::quantize_weights;
+use crate::simd::dot::{DotSet, GROUP, load_weight, store_weight};
 
 /// Weights `[out_features, in_features]`, row by row, as a checkpoint has them.
 #[derive(Debug, Clone, Copy)]
@@ -29,6 +33,27 @@ impl WeightsRef<'_> {
             Self::Bf16(data) => data.len(),
         }
     }
+
+    /// Copies some weights as f32.
+    fn read(&self, start: usize, out: &mut [f32]) {
+        match self {
+            Self::F32(data) => out.copy_from_slice(&data[start..start + out.len()]),
+            Self::Bf16(data) => {
+                out.iter_mut().zip(&data[start..]).for_each(|(place, weight)| *place = bf16::to_f32(*weight));
+            }
+        }
+    }
+}
+
+/// Types of packed weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightType {
+    /// As given.
+    F32,
+    /// As given.
+    Bf16,
+    /// Rounded to 8-bit integers with a bf16 scale for each group of 32 inputs of a feature.
+    Int8,
 }
 
 /// Packed weights.
@@ -36,6 +61,7 @@ impl WeightsRef<'_> {
 pub(crate) enum Panels {
     F32(Buffer<f32>),
     Bf16(Buffer<u16>),
+    Int8(DotSet, Buffer<u8>),
 }
 
 /// A weight matrix in panels, for one instruction set.
@@ -71,17 +97,25 @@ impl PackedMatrix {
         match &self.panels {
             Panels::F32(data) => size_of_val::<[f32]>(data),
             Panels::Bf16(data) => size_of_val::<[u16]>(data),
+            Panels::Int8(_, data) => size_of_val::<[u8]>(data),
         }
     }
 
-    /// Whether the weights are bf16 numbers.
-    pub fn is_bf16(&self) -> bool {
-        matches!(self.panels, Panels::Bf16(_))
+    /// Type of the weights.
+    pub fn weight_type(&self) -> WeightType {
+        match self.panels {
+            Panels::F32(_) => WeightType::F32,
+            Panels::Bf16(_) => WeightType::Bf16,
+            Panels::Int8(..) => WeightType::Int8,
+        }
     }
 
     /// Output features of a panel.
     pub fn panel_width(&self) -> usize {
-        2 * lanes(self.isa)
+        match self.panels {
+            Panels::Int8(set, _) => 2 * set.lanes(),
+            _ => 2 * lanes(self.isa),
+        }
     }
 
     pub(crate) fn isa(&self) -> Isa {
@@ -118,6 +152,17 @@ impl PackedMatrix {
             Panels::Bf16(data) => {
                 let weights = data[start..].iter().skip(pair_place(column, step)).step_by(step);
                 out.iter_mut().zip(weights).for_each(|(place, weight)| *place = bf16::to_f32(*weight));
+            }
+            Panels::Int8(set, data) => {
+                let panel = &data[panel * self.in_features.div_ceil(GROUP) * group_bytes(step / 2)..];
+                for (out, group) in out.chunks_mut(GROUP).zip(panel.chunks_exact(group_bytes(step / 2))) {
+                    let (scales, weights) = group.split_at(step * size_of::<u16>());
+                    let place = pair_place(column, step) * size_of::<u16>();
+                    let scale = bf16::to_f32(u16::from_ne_bytes([scales[place], scales[place + 1]]));
+                    for (input, place) in out.iter_mut().enumerate() {
+                        *place = scale * f32::from(load_weight(weights[set.place(column, input)]));
+                    }
+                }
             }
         }
         Ok(())
@@ -165,46 +210,82 @@ impl Kernels {
         in_features: usize,
         num_parts: usize,
     ) -> Result<PackedMatrix> {
-        let named = [("out_features", out_features), ("in_features", in_features), ("num_parts", num_parts)];
-        if let Some(&(dimension, _)) = named.iter().find(|(_, size)| *size == 0) {
-            return Err(Error::ZeroDimension { dimension });
-        }
-        if !out_features.is_multiple_of(num_parts) {
-            return Err(Error::Parts { out_features, num_parts });
-        }
-        let width = 2 * lanes(self.isa());
-        let num_panels = num_parts * (out_features / num_parts).div_ceil(width);
-        let num_elements = [width, in_features].iter().try_fold(num_panels, |product, size| product.checked_mul(*size));
-        let num_elements = num_elements
-            .filter(|count| isize::try_from(count.saturating_mul(2 * size_of::<f32>())).is_ok())
-            .ok_or(Error::MatrixTooLarge { out_features, in_features })?;
-        check_len("weights", weights.len(), out_features * in_features)?;
-        let shape = Shape { in_features, part_features: out_features / num_parts, num_panels, num_parts, width };
+        let shape = Shape::new(weights, out_features, in_features, num_parts, 2 * lanes(self.isa()))?;
         let panels = match weights {
-            WeightsRef::F32(data) => Panels::F32(self.pack_panels(data, num_elements, shape, |column, _| column)?),
-            WeightsRef::Bf16(data) => Panels::Bf16(self.pack_panels(data, num_elements, shape, pair_place)?),
+            WeightsRef::F32(data) => Panels::F32(self.pack_panels(data, shape, |column, _| column)?),
+            WeightsRef::Bf16(data) => Panels::Bf16(self.pack_panels(data, shape, pair_place)?),
         };
         Ok(PackedMatrix { panels, in_features, out_features, num_parts, isa: self.isa() })
+    }
+
+    /// Does the same with the weights rounded to int8; each group of 32 inputs of a feature has its own scale.
+    ///
+    /// # Errors
+    /// As for [`Self::pack`].
+    pub fn pack_int8(
+        &self,
+        weights: WeightsRef<'_>,
+        out_features: usize,
+        in_features: usize,
+        num_parts: usize,
+    ) -> Result<PackedMatrix> {
+        self.pack_int8_for(DotSet::choose(self.isa()), weights, out_features, in_features, num_parts)
+    }
+
+    /// Does it for one of the instruction sets that go with that of the kernels.
+    pub(crate) fn pack_int8_for(
+        &self,
+        set: DotSet,
+        weights: WeightsRef<'_>,
+        out_features: usize,
+        in_features: usize,
+        num_parts: usize,
+    ) -> Result<PackedMatrix> {
+        debug_assert!(set.is_available());
+        let shape = Shape::new(weights, out_features, in_features, num_parts, 2 * set.lanes())?;
+        let (num_groups, bytes) = (in_features.div_ceil(GROUP), group_bytes(set.lanes()));
+        let mut packed = Buffer::zeros(shape.num_panels * num_groups * bytes);
+        let target = Target(packed.as_mut_ptr());
+        self.team()?.run(shape.num_panels, true, |_, panel| {
+            // SAFETY: `packed` has `num_panels` panels of this length; this item is the only one with this panel.
+            let groups = unsafe { target.range(panel * num_groups * bytes, num_groups * bytes) };
+            // What no feature or input has.
+            groups.fill(store_weight(0));
+            let (first, num_columns) = shape.features(panel);
+            for (index, group) in groups.chunks_exact_mut(bytes).enumerate() {
+                let (scales, places) = group.split_at_mut(shape.width * size_of::<u16>());
+                scales.fill(0);
+                for column in 0..num_columns {
+                    let (mut values, mut ints) = ([0.0; GROUP], [0; GROUP]);
+                    let num_inputs = GROUP.min(in_features - index * GROUP);
+                    weights.read((first + column) * in_features + index * GROUP, &mut values[..num_inputs]);
+                    let scale = quantize_weights(&values, &mut ints);
+                    let place = pair_place(column, shape.width) * size_of::<u16>();
+                    scales[place..place + size_of::<u16>()].copy_from_slice(&scale.to_ne_bytes());
+                    for (input, int) in ints.into_iter().enumerate() {
+                        places[set.place(column, input)] = store_weight(int);
+                    }
+                }
+            }
+        });
+        Ok(PackedMatrix { panels: Panels::Int8(set, packed), in_features, out_features, num_parts, isa: self.isa() })
     }
 
     fn pack_panels<T: Zeroed + Send + Sync>(
         &self,
         weights: &[T],
-        num_elements: usize,
         shape: Shape,
         place: impl Fn(usize, usize) -> usize + Sync,
     ) -> Result<Buffer<T>> {
-        let Shape { in_features, part_features, num_panels, num_parts, width } = shape;
-        let mut packed = Buffer::zeros(num_elements);
+        let Shape { in_features, num_panels, width, .. } = shape;
+        let mut packed = Buffer::zeros(num_panels * width * in_features);
         let target = Target(packed.as_mut_ptr());
         self.team()?.run(num_panels, true, |_, panel| {
-            let (part, in_part) = (panel / (num_panels / num_parts), panel % (num_panels / num_parts));
-            let first = in_part * width;
-            let num_columns = width.min(part_features - first);
+            let (first, num_columns) = shape.features(panel);
             let len = in_features * width;
             // SAFETY: `packed` has `num_panels` panels of this length; this item is the only one with this panel.
             let panel = unsafe { target.range(panel * len, len) };
-            let rows = &weights[(part * part_features + first) * in_features..][..num_columns * in_features];
+            let rows = &weights[first * in_features..][..num_columns * in_features];
             for (column, row) in rows.chunks_exact(in_features).enumerate() {
                 let places = panel[place(column, width)..].iter_mut().step_by(width);
                 places.zip(row).for_each(|(place, weight)| *place = *weight);
@@ -222,4 +303,38 @@ struct Shape {
     num_panels: usize,
     num_parts: usize,
     width: usize,
+}
+
+impl Shape {
+    /// Checks the sizes of a matrix; all numbers computed from them can be addressed then.
+    fn new(
+        weights: WeightsRef<'_>,
+        out_features: usize,
+        in_features: usize,
+        num_parts: usize,
+        width: usize,
+    ) -> Result<Self> {
+        let named = [("out_features", out_features), ("in_features", in_features), ("num_parts", num_parts)];
+        if let Some(&(dimension, _)) = named.iter().find(|(_, size)| *size == 0) {
+            return Err(Error::ZeroDimension { dimension });
+        }
+        if !out_features.is_multiple_of(num_parts) {
+            return Err(Error::Parts { out_features, num_parts });
+        }
+        let num_panels = num_parts * (out_features / num_parts).div_ceil(width);
+        let padded = in_features.checked_next_multiple_of(GROUP);
+        let num_elements = padded.and_then(|inputs| inputs.checked_mul(width)?.checked_mul(num_panels));
+        num_elements
+            .filter(|count| isize::try_from(count.saturating_mul(2 * size_of::<f32>())).is_ok())
+            .ok_or(Error::MatrixTooLarge { out_features, in_features })?;
+        check_len("weights", weights.len(), out_features * in_features)?;
+        Ok(Self { in_features, part_features: out_features / num_parts, num_panels, num_parts, width })
+    }
+
+    /// First feature of a panel, and how many it has.
+    fn features(&self, panel: usize) -> (usize, usize) {
+        let panels_of_part = self.num_panels / self.num_parts;
+        let (part, first) = (panel / panels_of_part, panel % panels_of_part * self.width);
+        (part * self.part_features + first, self.width.min(self.part_features - first))
+    }
 }

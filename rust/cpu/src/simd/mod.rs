@@ -7,6 +7,9 @@
 //! 1. Within one instruction set each operation works lane by lane with a fixed result, and the reductions add in a
 //!    fixed order: the blocking of the loops around them never changes a bit.
 
+pub(crate) mod dot;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod dot_x86;
 pub(crate) mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86;
