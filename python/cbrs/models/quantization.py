@@ -40,7 +40,7 @@ def rounded_inputs(inputs: Tensor) -> Tensor:
 
 def _groups(matrix: Tensor) -> Tensor:
     padding = -matrix.shape[-1] % GROUP
-    return F.pad(matrix.float(), (0, padding)).unflatten(-1, (-1, GROUP))
+    return F.pad(matrix.float(), (0, padding)).reshape(len(matrix), -1, GROUP)
 
 
 def _joined(groups: Tensor, matrix: Tensor) -> Tensor:

@@ -239,7 +239,7 @@ fn features_are_read_back_as_they_were_rounded() {
 #[test]
 fn a_matrix_takes_a_byte_a_weight_and_two_a_group() {
     let kernels = Kernels::new(1).expect("starts");
-    let matrix = pack(&kernels, &[0.0; 128 * 64], 128, 64, 2);
+    let matrix = pack(&kernels, &vec![0.0; 128 * 64], 128, 64, 2);
     assert_eq!(matrix.num_bytes(), 128 * 64 + 2 * 128 * 64 / 32);
     assert!(kernels.pack_int8(WeightsRef::F32(&[0.0; 12]), 3, 5, 1).is_err());
     assert!(kernels.pack_int8(WeightsRef::F32(&[0.0; 12]), usize::MAX / 2, 9, 1).is_err());
