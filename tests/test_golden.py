@@ -38,7 +38,9 @@ def smollm2_bfloat16(smollm2_gguf: Path) -> LoadedModel:
     return load_model(smollm2_gguf, dtype="bfloat16", device="cpu")
 
 
-def teacher_forced(loaded: LoadedModel, cases: list[Case], chunk: int) -> Iterator[torch.Tensor]:
+def teacher_forced(
+    loaded: LoadedModel, cases: list[Case], chunk: int, kv_dtype: torch.dtype | None = None
+) -> Iterator[torch.Tensor]:
     """Yield each case's log probabilities, float64 `[prompt + output, vocab]`.
 
     All cases run in the same steps, `chunk` tokens of each at a time.
@@ -46,7 +48,12 @@ def teacher_forced(loaded: LoadedModel, cases: list[Case], chunk: int) -> Iterat
     texts = [case["prompt_ids"] + case["output_ids_ignore_eos"] for case in cases]
     longest = max(map(len, texts))
     tables = Tables(len(texts), longest)
-    runner, _ = make_runner(loaded, num_blocks=tables.num_blocks, block_size=tables.block_size)
+    runner, _ = make_runner(
+        loaded,
+        num_blocks=tables.num_blocks,
+        block_size=tables.block_size,
+        kv_dtype=kv_dtype,
+    )
     parts: list[list[torch.Tensor]] = [[] for _ in texts]
     for start in range(0, longest, chunk):
         chunks = [

@@ -20,6 +20,7 @@ from cbrs.models.quantization import rounded_inputs, rounded_weights
 
 SHAPES = [(1, 1), (16, 32), (17, 33), (40, 95), (130, 576)]
 MAX_MEAN_DIFFERENCE = 0.05
+MAX_MEAN_DIFFERENCE_KV = 0.03
 MARGIN = 0.5
 
 
@@ -117,6 +118,22 @@ def test_smollm2_stays_near_float32(smollm2_gguf: Path) -> None:
         margin = best.values[:, 0] - best.values[:, 1]
         assert not bool((changed & (margin > MARGIN)).any()), case["name"]
     assert 1e-3 < float(np.mean(differences)) <= MAX_MEAN_DIFFERENCE
+
+
+def test_smollm2_with_keys_and_values_in_int8_stays_near_itself(smollm2_gguf: Path) -> None:
+    cases = SMOLLM2["cases"]
+    loaded = load_model(smollm2_gguf, dtype="bfloat16", device="cpu")
+    exact = teacher_forced(loaded, cases, 512)
+    narrow = teacher_forced(loaded, cases, 512, torch.int8)
+    differences = []
+    for case, expected, found in zip(cases, exact, narrow, strict=True):
+        steps = slice(len(case["prompt_ids"]) - 1, -1)
+        ids = torch.tensor(case["output_ids_ignore_eos"]).unsqueeze(-1)
+        own = expected[steps].gather(1, ids) - found[steps].gather(1, ids)
+        differences += own.abs().flatten().tolist()
+    mean = float(np.mean(differences))
+    print(f"mean difference of log-probabilities with an int8 KV cache: {mean:.4f}")
+    assert 1e-3 < mean <= MAX_MEAN_DIFFERENCE_KV
 
 
 def test_an_engine_says_what_it_runs_and_takes_less_memory(smollm2_gguf: Path, caplog: Any) -> None:

@@ -35,9 +35,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 MakeLLM = Callable[..., Any]
 
 
-def alone(make_llm: MakeLLM, model: Path, asked: Asked) -> RequestOutput:
+def alone(make_llm: MakeLLM, model: Path, asked: Asked, **options: Any) -> RequestOutput:
     """The answer of a fresh engine that runs nothing else."""
-    llm = make_llm(model, **LARGE)
+    llm = make_llm(model, **LARGE, **options)
     (output,) = llm.generate([asked.prompt], asked.params, use_tqdm=False)
     llm.close()
     return output
@@ -61,23 +61,28 @@ def together(llm: Any, requests: Sequence[Asked], seed: int) -> list[RequestOutp
     return [answers[index] for index in range(len(requests))]
 
 
-def check(make_llm: MakeLLM, model: Path, name: str, count: int, seed: int) -> dict[str, int]:
-    """Holds `count` random requests to their solo answers; returns the engine's statistics."""
+def check(
+    make_llm: MakeLLM, model: Path, name: str, count: int, seed: int, **options: Any
+) -> dict[str, int]:
+    """Holds `count` random requests to their solo answers; returns the engine's statistics.
+
+    `options` are for all engines.
+    """
     maker = RequestMaker(
         seed, num_token_ids=kit.NUM_TOKENS, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS
     )
     requests, expected = [], []
     for _ in range(count):
         asked = maker.request()
-        answer = alone(make_llm, model, asked)
+        answer = alone(make_llm, model, asked, **options)
         stop = maker.stop_in(answer.outputs[0].text) if maker.choose.random() < 0.3 else None
         if stop is not None:
             include = maker.choose.random() < 0.5
             asked = asked.but(stop=[stop, "never \x00"], include_stop_str_in_output=include)
-            answer = alone(make_llm, model, asked)
+            answer = alone(make_llm, model, asked, **options)
         requests.append(asked)
         expected.append(answer)
-    llm = make_llm(model, **CONFIGURATIONS[name])
+    llm = make_llm(model, **CONFIGURATIONS[name], **options)
     found = together(llm, requests, seed)
     for asked, own, other in zip(requests, found, expected, strict=True):
         try:
@@ -92,6 +97,19 @@ def test_every_answer_is_that_of_the_request_alone(
     name: str, make_llm: MakeLLM, tiny: Path
 ) -> None:
     stats = check(make_llm, tiny, name, count=72, seed=len(name))
+    if name.startswith("tight"):
+        assert stats["num_preemptions"] > 0, "a tight pool displaces somebody"
+    if name == "cached":
+        assert stats["num_cached_prompt_tokens"] > 0, "heads are shared"
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["cached", "chunks of 7", "tight"])
+def test_so_it_is_with_keys_values_and_weights_in_int8(
+    name: str, weights: str | None, make_llm: MakeLLM, tiny: Path
+) -> None:
+    narrow: dict[str, Any] = {"kv_cache_dtype": "int8", "quantization": weights}
+    stats = check(make_llm, tiny, name, 72, len(name), **narrow)
     if name.startswith("tight"):
         assert stats["num_preemptions"] > 0, "a tight pool displaces somebody"
     if name == "cached":
