@@ -37,6 +37,9 @@ impl WriteArgs<'_> {
         let expected = self.slot_mapping.len().saturating_mul(token_len);
         check_len("key", self.key.len(), expected)?;
         check_len("value", self.value.len(), expected)?;
+        if !self.key_cache.as_ref().has_type_of(&self.value_cache.as_ref()) {
+            return Err(Error::CacheTypes);
+        }
         self.key_cache.as_ref().check("key_cache", layout)?;
         self.value_cache.as_ref().check("value_cache", layout)?;
         let num_slots = layout.num_slots();

@@ -74,7 +74,8 @@ impl DecoderLayer {
 
 /// A decoder model with its KV cache: a batch's tokens to logits in one call, on the threads of `kernels`.
 ///
-/// Weights and caches may be float32 or bf16; everything between is float32. A token's result depends on its own
+/// Weights and caches may be float32, bf16 or int8; everything between is float32, but for the rounded inputs of
+/// int8 products. A token's result depends on its own
 /// sequence only, bit for bit. One call runs at a time.
 #[pyclass(frozen, module = "cbrs._core")]
 #[derive(Debug)]

@@ -21,6 +21,10 @@ pub(crate) const KEY_CHUNK: usize = 256;
 /// Items that a batch is cut into for each thread, if its sequences are long enough: the last one to end is waited for.
 const ITEMS_PER_THREAD: usize = 6;
 
+/// Numbers of partial sums that a batch may have, 16 MiB: a long prompt cut for many threads would have gigabytes. Tiles
+/// beyond are not cut, and there are many of them then.
+const MAX_PARTIALS: usize = 4 << 20;
+
 /// One KV head and some query tokens of one sequence.
 #[derive(Debug, Clone)]
 pub(crate) struct WorkItem {
@@ -132,10 +136,10 @@ impl Plan {
             let whole = self.items[at].clone();
             let (first, count) = (whole.chunks.start, whole.chunks.len());
             let num_parts = whole.num_pairs().div_ceil(most).min(count);
-            if num_parts < 2 {
+            let chunk_len = whole.num_tokens * heads.partial_len();
+            if num_parts < 2 || self.num_partials + count * chunk_len > MAX_PARTIALS {
                 continue;
             }
-            let chunk_len = whole.num_tokens * heads.partial_len();
             let start = self.num_partials;
             self.num_partials += count * chunk_len;
             for part in 0..num_parts {
@@ -180,6 +184,17 @@ mod tests {
         assert!(longest.is_some_and(|longest| longest * 8 <= total), "{longest:?} of {total}");
         assert_eq!(plan.merges.len(), 3);
         assert_eq!(plan.num_partials, 3 * (8192 / KEY_CHUNK) * 3 * 10);
+    }
+
+    #[test]
+    fn partial_sums_have_a_bound() {
+        let is_cut = |plan: &Plan| plan.num_partials > 0 && plan.num_partials <= MAX_PARTIALS;
+        let long = plan(&[131_072], 512, None, 64);
+        assert!(is_cut(&long), "{}", long.num_partials);
+        assert!(is_cut(&plan(&[131_072; 8], 1, None, 64)));
+        let chunks_of =
+            |items: &[WorkItem]| items.iter().map(|item| item.num_tokens * item.chunks.len()).sum::<usize>();
+        assert_eq!(chunks_of(&long.items), chunks_of(&plan(&[131_072], 512, None, 1).items), "none is left out");
     }
 
     #[test]

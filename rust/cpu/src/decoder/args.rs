@@ -34,11 +34,11 @@ impl StepArgs<'_> {
         check_len("num_kv_heads", layout.num_kv_heads(), shape.num_kv_heads)?;
         check_len("head_dim", layout.head_dim(), shape.head_dim)?;
         for [key, value] in &self.caches {
-            key.as_ref().check("key_cache", layout)?;
-            value.as_ref().check("value_cache", layout)?;
-            if std::mem::discriminant(key) != std::mem::discriminant(value) {
+            if !key.as_ref().has_type_of(&value.as_ref()) {
                 return Err(Error::CacheTypes);
             }
+            key.as_ref().check("key_cache", layout)?;
+            value.as_ref().check("value_cache", layout)?;
         }
         let (num_tokens, vocab_size) = (self.token_ids.len(), decoder.vocab_size());
         check_len("positions", self.positions.len(), num_tokens)?;

@@ -88,7 +88,7 @@ impl Cut {
         let parts = if matches!(product.then, Then::Gate(_)) { 1 } else { matrix.num_parts() };
         let num_panels = parts * matrix.panels_of_part();
         let most_rows = BLOCK_BYTES / (size_of::<f32>() * matrix.in_features());
-        let most_rows = (most_rows - most_rows % tile_rows).clamp(tile_rows, MAX_ROWS);
+        let most_rows = (most_rows - most_rows % tile_rows).clamp(tile_rows, MAX_ROWS - MAX_ROWS % tile_rows);
         let num_blocks = product.num_rows.div_ceil(most_rows).max(1);
         let rows_per_block = product.num_rows.div_ceil(num_blocks).next_multiple_of(tile_rows);
         let has_pairs = may_pair && product.num_rows <= tile_rows / 2;
