@@ -372,7 +372,8 @@ def test_the_settings_in_effect_can_be_read_back(make_llm, tiny):
     assert config.kv_cache_bytes == 20 * 8 * 2 * 2 * 2 * 16 * 4
     assert config.max_prefill_chunk_tokens == config.max_num_batched_tokens
     undecided = {name for name, value in dataclasses.asdict(config).items() if value is None}
-    assert undecided == {"target_itl_ms", "max_queue_s", "max_queued_tokens", "tokenizer"}
+    unset = {"target_itl_ms", "max_queue_s", "max_queued_tokens", "tokenizer", "quantization"}
+    assert undecided == unset
 
 
 def test_the_token_budget_fits_the_device_unless_it_is_given(make_llm, tiny):
@@ -390,6 +391,23 @@ def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm,
         make_llm(tiny, kv_cache_bytes=block_bytes - 1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_have_a_type_of_their_own(make_llm, tiny, dtype):
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    num_blocks = {}
+    for kv_cache_dtype in ("float32", "bfloat16", "int8", "auto"):
+        llm = make_llm(tiny, dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=1 << 20)
+        config = llm.config()
+        assert config.kv_cache_dtype == (dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+        num_blocks[kv_cache_dtype] = config.num_blocks
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 6
+    assert num_blocks["bfloat16"] == 2 * num_blocks["float32"]
+    # 16 numbers of a head and two bytes of its factor.
+    assert num_blocks["int8"] / num_blocks["bfloat16"] == pytest.approx(32 / 18, rel=0.01)
+    assert num_blocks["auto"] == num_blocks[dtype]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -402,6 +420,8 @@ def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm,
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"num_threads": 0}, "num_threads is 0"),
         ({"num_blocks": 4, "kv_cache_bytes": 4}, "give one of them"),
+        ({"num_blocks": 1 << 36}, r"num_blocks is \d+, a KV pool of \d+ bytes, but \d+ bytes"),
+        ({"kv_cache_bytes": 1 << 50}, r"kv_cache_bytes is \d+, .* free; lower it"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"policy": "lifo"}, "lifo"),

@@ -13,10 +13,12 @@ from cbrs._core import OutputProcessor, Scheduler, SchedulerConfig
 from cbrs.config import POLICY_FIELDS, EffectiveConfig
 from cbrs.engine import Engine
 from cbrs.loading import LoadedModel, load_model
-from cbrs.runner.kv_cache import default_num_blocks
+from cbrs.runner.kv_cache import default_num_blocks, free_memory
 from cbrs.runner.model_runner import make_runner
 
 if TYPE_CHECKING:
+    import torch
+
     from cbrs._core import Tokenizer
     from cbrs.config import EngineConfig
 
@@ -91,6 +93,7 @@ def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
     kv_dtype = loaded.kv_dtype(config.kv_cache_dtype)
     block_bytes = loaded.kv_bytes_per_block(config.block_size, kv_dtype)
     num_blocks = _num_blocks(config, loaded, max_model_len, block_bytes)
+    _check_fits(config, num_blocks * block_bytes, loaded.device)
     given = {item.name: getattr(config, item.name) for item in fields(config)}
     budget, chunk = _token_budget(config, loaded), config.max_prefill_chunk_tokens
     decided = {
@@ -130,6 +133,20 @@ def _num_blocks(
     if block_bytes == 0:
         return usable
     return min(usable, default_num_blocks(block_bytes, loaded.device))
+
+
+def _check_fits(config: EngineConfig, num_bytes: int, device: torch.device) -> None:
+    """Refuses a pool that the CPU's memory has no room for.
+
+    Its pages are taken as they are written: the system would end the process in mid-service.
+    """
+    if device.type != "cpu" or num_bytes <= (free := free_memory(device)):
+        return
+    name = "kv_cache_bytes" if config.num_blocks is None else "num_blocks"
+    raise ValueError(
+        f"{name} is {getattr(config, name)}, a KV pool of {num_bytes} bytes, but {free} bytes of"
+        " memory are free; lower it, or give kv_cache_dtype='int8'"
+    )
 
 
 def _scheduler_config(

@@ -119,8 +119,9 @@ def _to_text(info: dict[str, Any]) -> str:
         "torch": _NO_TORCH if torch is None else _torch_text(torch),
     }
     if torch is not None:
+        full = ", float32 for checkpoints in float32" if torch["device"] == "cpu" else ""
         lines["default"] = (
-            f"{torch['dtype']} on {torch['device']}, linear layers: {torch['linear']}"
+            f"{torch['dtype']} on {torch['device']}{full}, linear layers: {torch['linear']}"
         )
     lines["packages"] = ", ".join(installed)
     lines["cache"] = info["cache"]

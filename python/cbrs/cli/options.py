@@ -16,7 +16,8 @@ _INT_OPTIONS = {
     "kv_cache_bytes": "size of the KV pool (default: a quarter of the free memory, at most 4 GiB)",
     "block_size": "tokens per KV block",
     "max_num_seqs": "sequences that run at once",
-    "max_num_batched_tokens": "token budget of one step",
+    "max_num_batched_tokens": "token budget of one step (default: 512 on the CPU, else 2048;"
+    " at least twice max-num-seqs)",
     "max_prefill_chunk_tokens": "prompt tokens of one sequence in one step",
     "max_model_len": "prompt plus output at most",
 }

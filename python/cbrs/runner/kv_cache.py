@@ -100,7 +100,11 @@ def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            message = f"no {num_bytes} bytes for a layer's keys or values: {error}"
+            raise MemoryError(f"{message}; lower num_blocks or kv_cache_bytes") from error
         with contextlib.suppress(OSError):  # a kernel without large pages; it was only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the memory

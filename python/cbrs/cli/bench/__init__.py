@@ -248,7 +248,12 @@ def _title(settings: dict[str, Any]) -> str:
         if "file" in settings
         else f"{settings['input_len']} prompt tokens"
     )
+    kind = engine["dtype"]
+    if engine["quantization"] is not None:
+        kind = f"{engine['quantization']} weights, else {kind},"
+    if engine["kv_cache_dtype"] != engine["dtype"]:
+        kind += f" with {engine['kv_cache_dtype']} keys and values"
     return (
-        f"{settings['model']}, {engine['dtype']} on {engine['device']}: {prompts}, "
+        f"{settings['model']}, {kind} on {engine['device']}: {prompts}, "
         f"{settings['output_len']} output tokens"
     )
