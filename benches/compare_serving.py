@@ -20,13 +20,17 @@ medians of the runs.
   scripted      sleeps; tries the comparison itself (--model scripted=MILLISECONDS)
 
 Peers that are absent are named with the reason, and so is one that fails, takes longer than
-`--limit-s`, or has less than `--leave-out` times the tokens/s of the fastest at a number of
-clients, which it is not measured above. What is timed of whom, and with which settings, stands
-under `measured` in the results. cbrs is held against a peer the way that peer is measured: over
-HTTP or in process; in bfloat16 against the peers with 16-bit weights, in int8 against all.
+`--limit-s`, or has less than `--leave-out` times the tokens/s of the fastest peer (of those with
+16-bit weights, if it has such) at a number of clients, which it is not measured above. What is
+timed of whom, and with which settings, stands under `measured` in the results. cbrs is held against
+a peer the way that peer is measured: over HTTP or in process; in bfloat16 against the peers with
+16-bit weights, in int8 against all.
 
-`bounds` are the tokens/s that no engine exceeds with 16-bit weights: the bytes that a step must
-read, or its multiply-adds, at the rates that this machine showed between the runs.
+`bounds` are the tokens/s with 16-bit weights if nothing takes time but the bytes that a step must
+read, or its arithmetic, and the arithmetic of prompts between the steps, at the rates that this
+machine showed between the runs: of arithmetic the faster of float32 multiply-adds and, on a CPU
+with bfloat16 instructions, torch's product of bfloat16 matrices. An engine that computes prompts
+while it waits for memory may hide some of that.
 
 Prints a table and, as its last line, one JSON object.
 """
@@ -41,13 +45,16 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comparing import drawing, results
 from comparing.contender import Contender, rounds
 from comparing.kinds import DEFAULT, HTTP_TWINS, INT8, KINDS, OURS, OVER_HTTP
 from comparing.load_options import add_load_options, load_of
 from policies.output import Figures, Report, rounded
+
+if TYPE_CHECKING:
+    from running.rates import Rates
 
 FOLDERS = {"bfloat16": "bf16", "float32": "fp32"}
 WARM_UP_TOKENS = 8
@@ -87,7 +94,7 @@ class Comparison:
         self.contenders: dict[str, Contender] = {}
         self.points: dict[str, Figures] = {}
         self.left_out: dict[str, str] = {}
-        self.rates: list[tuple[float, float]] = []
+        self.rates: list[Rates] = []
         self._probe: Any = None
         self._started_s = time.monotonic()
 
@@ -142,28 +149,25 @@ class Comparison:
         return runs
 
     def _measure_rates(self) -> None:
+        from running.rates import measure_rates
+
         from cbrs._core import CpuKernels
 
         if self._probe is None:
             self._probe = CpuKernels(self.options.threads)
-        self.rates.append(self._probe.measure_rates(3))
+        self.rates.append(measure_rates(self._probe))
 
     def _leave_out(self, level: int) -> None:
-        """Those that are far behind need not be measured where it takes longest."""
-        rates = {
-            name: points[str(level)]["tokens_per_s"]
-            for name, points in self.points.items()
-            if str(level) in points
-        }
-        for name, rate in rates.items():
-            part = rate / max(rates.values())
-            if part < self.options.leave_out and not KINDS[name].needs_cbrs:
-                reason = f"above {level}, where it has {part:.2f} of the most tokens/s"
+        """Peers that are far behind need not be measured where it takes longest."""
+        for name, part in results.parts_of_fastest(self.outcome(), level).items():
+            if part < self.options.leave_out:
+                reason = f"above {level}, where it has {part:.2f} of the fastest peer's tokens/s"
                 self.left_out[name] = reason
 
     def bounds(self) -> Figures:
-        """The most tokens/s that 16-bit weights can bring, by number of clients."""
-        from comparing.bound import Rates, Work
+        """The tokens/s that 16-bit weights can bring, by number of clients."""
+        from comparing.bound import Work
+        from running.rates import Rates
 
         contender = self.contenders.get(OURS)
         if contender is None or contender.problem is not None or not self.rates:
@@ -171,7 +175,10 @@ class Comparison:
         work = Work.of(model_of(OURS, self.options), self.options.dtype)
         if work is None:
             return {}
-        rates = Rates(*(statistics.median(column) for column in zip(*self.rates, strict=True)))
+        rates = Rates(
+            flops_per_s=statistics.median(rates.flops_per_s for rates in self.rates),
+            bytes_per_s=statistics.median(rates.bytes_per_s for rates in self.rates),
+        )
         return {
             str(level): rounded(work.tokens_per_s(level, self.options, rates))
             for level in self.options.concurrency
@@ -241,8 +248,8 @@ def finish(comparison: Comparison) -> None:
         "ratios_int8": results.ratios(outcome, levels, INT8),
         "best_peers": results.best_peers(outcome, levels),
         "bounds": bounds,
-        "gflop_per_s": [rounded(flops / 1e9) for flops, _ in comparison.rates],
-        "read_gb_per_s": [rounded(rate / 1e9) for _, rate in comparison.rates],
+        "gflop_per_s": [rounded(rates.flops_per_s / 1e9) for rates in comparison.rates],
+        "read_gb_per_s": [rounded(rates.bytes_per_s / 1e9) for rates in comparison.rates],
     }
     report.finish(figures, lambda _, path: drawing.comparison(outcome, bounds, title, path))
 

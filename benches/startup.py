@@ -3,8 +3,8 @@
 Each time is the best of several fresh interpreters, so files are in the system's cache.
 
   import, scheduler, open   of the package, of a first `Scheduler`, of the small model's file
-  first token               of `cbrs generate`, from the moment at which torch is imported, with the
-                            pool that it chooses by itself
+  first token               of `cbrs generate`, from the moment at which torch is imported until the
+                            text is written, with the pool that it chooses by itself
   memory                    the largest anonymous resident memory until then, less that right after
                             `import torch`, to the bytes of the weights and of a KV pool of 64
                             blocks (the pool takes memory as it is written; a large one would hide

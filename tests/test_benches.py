@@ -5,12 +5,18 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 BENCHES = Path(__file__).resolve().parent.parent / "benches"
 PROGRAMS = sorted(path.name for path in BENCHES.glob("*.py") if path.name != "hardware.py")
+# Benches that import torch before they look at their options.
+NEED_TORCH = [
+    *("capacity.py", "cpu_attention.py", "cpu_step.py", "cpu_threads.py", "engine_policy.py"),
+    *("sampling.py", "step_model.py"),
+]
 SMALL = [
     *("--num-steps", "5", "--runs", "1", "--num-seqs", "1", "64", "--growth-num-seqs", "64", "256"),
     *("--context", "48", "--long-context", "600", "--waiting", "100", "--pool-blocks", "2000"),
@@ -62,7 +68,7 @@ def document(result: subprocess.CompletedProcess[str]) -> dict:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_bench_explains_its_options(program, monkeypatch, capsys):
     """In this process, which may have imported torch already."""
-    if program in ("cpu_attention.py", "sampling.py", *ENGINE_BENCHES):
+    if program in NEED_TORCH:
         pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(BENCHES))
     monkeypatch.setattr(sys, "argv", [program, "--help"])
@@ -82,8 +88,67 @@ def test_the_attention_bench_holds_each_type_against_reading_and_products():
     assert all(row["us"] > 0 and row["to_reading"] > 0 for row in rows)
     assert len(rows) == 2 * 3 * 3
     names = [check["name"] for check in report["checks"]]
-    assert sum(name.startswith("prompt of 2,048") for name in names) == 12
-    assert names[-1] == "decode at 1024 or more, int8 to bfloat16: median"
+    assert sum(name.startswith("prompt of 2,048") for name in names) == 6
+    assert names[-1] == "decode at 1024 or more, int8 to bfloat16: median of the worst context"
+
+
+def test_int8_attention_is_held_against_bfloat16_at_its_worst_context(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHES))
+    module = runpy.run_path(str(BENCHES / "cpu_attention.py"))
+    place = {"heads": "mha", "queries": 1, "kv_mib": 1.0}
+    rows = [
+        place | {"batch": batch, "context": context, "kv": kv, "us": us}
+        for context, times in ((192, (9, 9, 9)), (1024, (3, 0.9, 1.1)), (8192, (0.5, 0.5, 0.5)))
+        for batch, int8_us in enumerate(times)
+        for kv, us in (("bfloat16", 1.0), ("int8", int8_us))
+    ]
+    (check,) = module["checks"](rows)
+    assert (check["value"], check["ok"]) == (1.1, False)
+
+
+def test_a_step_is_held_against_arithmetic_unless_weights_are_quantized(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHES))
+    checks = runpy.run_path(str(BENCHES / "cpu_step.py"))["checks"]
+    row = {"batch": 8, "by_bytes_ms": 1.0, "by_flops_ms": 2.0, "to_bytes": 2.2, "to_bound": 1.1}
+    held = [check for mode in (None, "int8") for check in checks([row], mode)]
+    assert [(check["name"], check["value"], check["ok"]) for check in held] == [
+        ("step of 8 sequences to its bound (by arithmetic)", 1.1, True),
+        ("step of 8 sequences to its bound (by bytes)", 2.2, False),
+    ]
+
+
+def test_the_bound_of_a_step_counts_keys_and_values_of_their_own_type(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHES))
+    from running.rates import Rates
+
+    bounds = runpy.run_path(str(BENCHES / "cpu_step.py"))["bounds"]
+    bench = SimpleNamespace(
+        shape=SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16),
+        options=SimpleNamespace(context=40),
+        config=SimpleNamespace(dtype="float32", quantization=None),
+        decoder=SimpleNamespace(weight_bytes=4000),
+    )
+    for dtype, row_bytes in ((torch.float32, 64), (torch.bfloat16, 32), (torch.int8, 18)):
+        bench.kv_dtype = dtype
+        found = bounds(bench, 3, Rates(flops_per_s=1e3, bytes_per_s=1e3))
+        assert found["by_bytes_ms"] == 4000 + 3 * 40 * 2 * 2 * 2 * row_bytes
+        assert found["by_flops_ms"] == 2 * 3 * (1000 + 2 * 2 * 4 * 16 * 40)
+
+
+def test_a_step_is_timed_beside_its_bounds(tmp_path):
+    pytest.importorskip("torch")
+    import kit
+
+    small = ["--batches", "1", "8", "--context", "40", "--num-steps", "4", "--rounds", "1"]
+    small += ["--num-threads", "1", "--dtype", "float32", "--kv-cache-dtype", "int8", "--json"]
+    report = document(run("cpu_step.py", "--model", str(kit.tiny(tmp_path / "model")), *small))
+    assert [row["batch"] for row in report["results"]] == [1, 8]
+    assert all(row["step_ms"] > 0 and row["to_bound"] > 0 for row in report["results"])
+    (check,) = report["checks"]
+    assert check["name"].startswith("step of 8 sequences to its bound (by ")
 
 
 def test_the_scheduler_bench_reports_every_check_and_only_json():
@@ -272,11 +337,14 @@ def test_the_capacity_of_a_pool_is_shown_step_by_step(tmp_path):
         )
     )
     ways, factors = report["results"]["ways"], report["results"]["factors"]
-    assert list(ways)[:3] == ["contiguous", "paged", "shared"]
+    assert list(ways) == ["contiguous", "paged", "shared", "int8"]
     # Two pieces of 256 tokens; blocks of about 96 tokens; all of them with 64 in common.
     assert ways["contiguous"]["num_running"] == pytest.approx(2, abs=0.1)
     assert 3 < ways["paged"]["num_running"] < 7 < ways["shared"]["num_running"]
-    assert len({way["pool_bytes"] for way in ways.values()}) == 1
+    assert ways["shared"]["num_running"] < ways["int8"]["num_running"]
+    # All pools are the same but for the part of a block that is over.
+    pool_bytes = 512 * 2 * 2 * 2 * 16 * 4
+    assert all(0.99 * pool_bytes < way["pool_bytes"] <= pool_bytes for way in ways.values())
     product = np.prod([value for name, value in factors["num_running"].items() if name in ways])
     assert factors["num_running"]["product"] == pytest.approx(product, rel=0.01)
     names = [f"{name}: sequences that run, to the way before" for name in list(ways)[1:]]
@@ -306,7 +374,7 @@ def test_threads_neighbours_and_idling_are_measured(tmp_path):
     )
     assert list(report["results"]) == ["scaling", "busy", "idle"]
     assert all(check["value"] > 0 for check in report["checks"][:2])
-    assert report["results"]["idle"]["seconds"] == pytest.approx(0.5, rel=0.5)
+    assert report["results"]["idle"]["seconds"] >= 0.5
     assert [check["name"] for check in report["checks"]] == [
         "1 to 2 threads, 4 sequences: times as fast",
         "beside a busy process: step to that alone",
@@ -404,8 +472,6 @@ def test_a_closed_loop_is_simulated_to_its_end(monkeypatch):
 def test_overtaking_of_aged_requests_is_counted(monkeypatch):
     """One waits for 30 s and is aged after 10: one of the two later ones starts after that."""
     monkeypatch.syspath_prepend(str(BENCHES))
-    from types import SimpleNamespace
-
     from policies import aging
 
     seconds = {"submitted_ns": [0, 1, 2], "first_planned_ns": [30, 5, 12]}

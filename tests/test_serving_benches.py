@@ -197,9 +197,9 @@ def test_engines_are_compared_and_those_that_cannot_run_are_named(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_is_held_against_the_server_of_cbrs(tmp_path):
+def llama_server(folder):
     """A program that is told what llama.cpp's server is told; it becomes a server of cbrs."""
-    program = tmp_path / "llama-server"
+    program = folder / "llama-server"
     program.write_text(
         f"#!{sys.executable}\n"
         "import os, sys\n"
@@ -211,6 +211,11 @@ def test_a_server_is_held_against_the_server_of_cbrs(tmp_path):
         "os.execv(sys.executable, [*command, '--served-model-name', 'model'])\n"
     )
     program.chmod(0o755)
+    return program
+
+
+def test_a_server_is_held_against_the_server_of_cbrs(tmp_path):
+    program = llama_server(tmp_path)
     report = run(
         *("compare_serving.py", "--only", "cbrs_http", "llama", "--llama-server", program),
         *("--model", "cbrs_http=null", "--model", "llama=null"),
@@ -284,7 +289,8 @@ def outcome_with_latencies(outcome):
 def test_the_bound_is_what_bytes_and_multiply_adds_allow(tiny_checkpoint):
     from types import SimpleNamespace
 
-    from comparing.bound import Rates, Work
+    from comparing.bound import Work
+    from running.rates import Rates
 
     work = Work.of(str(tiny_checkpoint), "bfloat16")
     layers = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96)
@@ -302,15 +308,38 @@ def test_the_bound_is_what_bytes_and_multiply_adds_allow(tiny_checkpoint):
     assert Work.of("null", "bfloat16") is None
 
 
-def test_engines_that_are_far_behind_are_left_out_of_longer_runs():
+@pytest.mark.parametrize("is_native", [False, True])
+def test_the_faster_arithmetic_counts_where_the_cpu_has_both(is_native, monkeypatch):
+    from types import SimpleNamespace
+
+    from running import rates
+
+    kernels = SimpleNamespace(num_threads=1, measure_rates=lambda repeat: (5.0, 7.0))
+    monkeypatch.setattr(rates, "native_bfloat16", lambda: is_native)
+    for product, expected in ((4.0, 5.0), (9.0, 9.0 if is_native else 5.0)):
+        monkeypatch.setattr(rates, "matmul_flops", lambda *_, value=product: value)
+        assert rates.measure_rates(kernels) == rates.Rates(expected, 7.0)
+
+
+def test_peers_are_held_against_the_fastest_peer_of_their_weights():
+    from comparing import results
+
+    rates = {"cbrs": 9000, "cbrs_int8": 9999, "llama": 100, "vllm": 20, "llama_q4": 400}
+    parts = results.parts_of_fastest(outcome_of({}, **rates, llama_q8=80), 32)
+    assert parts == {"llama": 1.0, "vllm": 0.2, "llama_q4": 1.0, "llama_q8": 0.2}
+    assert results.parts_of_fastest(outcome_of({}, cbrs=1000), 32) == {}
+
+
+def test_peers_that_are_far_behind_are_left_out_of_longer_runs(tmp_path):
     report = run(
-        *("compare_serving.py", "--only", "cbrs", "scripted", "--concurrency", 1, 2),
-        *("--model", "cbrs=null", "--model", "scripted=200", *SMALL),
+        *("compare_serving.py", "--only", "llama", "scripted", "--concurrency", 1, 2),
+        *("--llama-server", llama_server(tmp_path)),
+        *("--model", "llama=null", "--model", "scripted=200", *SMALL),
     )
-    sleeping = report["results"]["contenders"]["scripted"]
-    assert list(sleeping["points"]) == ["1"]
-    assert sleeping["left_out"].startswith("above 1, where it has 0.0")
-    assert list(report["results"]["contenders"]["cbrs"]["points"]) == ["1", "2"]
+    contenders = report["results"]["contenders"]
+    assert list(contenders["scripted"]["points"]) == ["1"]
+    assert contenders["scripted"]["left_out"].startswith("above 1, where it has 0.0")
+    assert list(contenders["llama"]["points"]) == ["1", "2"]
 
 
 def test_figures_count_tokens_that_came_together_and_refuse_short_outputs():

@@ -1,21 +1,21 @@
-"""The most tokens/s of a closed loop: bytes and multiply-adds at the rates of the machine."""
+"""The tokens/s of a closed loop if bytes and arithmetic take as long as the machine needs for them.
+
+Arithmetic is that of the faster of float32 multiply-adds and bfloat16 matrix products
+(`running.rates`). It is added up with the time of reading, request by request; an engine that hides
+the arithmetic of prompts behind the reading of decodes may come nearer than the figure says, or
+pass it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from running.rates import Rates
+
 from cbrs.models.config import ModelConfig
 
 from .weights import DTYPE_BYTES, config_of, matrix_sizes
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the machine does at most: multiply-adds (two operations each), and plain reading."""
-
-    flops_per_s: float
-    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Work:
         return 4 * shape.num_layers * shape.num_heads * shape.head_dim * context
 
     def tokens_per_s(self, clients: int, load: Any, rates: Rates) -> float:
-        """Of a closed loop with `prompt_tokens` and `output_tokens`: no engine brings more."""
+        """Of a closed loop with `prompt_tokens` and `output_tokens`, nothing at the same time."""
         context = load.prompt_tokens + load.output_tokens / 2
         decode_s = self.decode_s(clients, context, rates) / clients
         prompt_s = self.prefill_s(load.prompt_tokens, rates)

@@ -64,6 +64,19 @@ def peers_of(mode: str, points: dict[str, Figures]) -> list[str]:
     return [name for name in points if name not in left_out]
 
 
+def parts_of_fastest(results: Results, level: int) -> dict[str, float]:
+    """By peer: its tokens/s to those of the fastest peer, with 16-bit weights if it has such.
+
+    So the best peer of each mode of cbrs is never far behind, and cbrs itself is no part of it.
+    """
+    points = measured(results, level)
+    parts = {}
+    for mode in (INT8, OURS):
+        rates = {name: points[name]["tokens_per_s"] for name in peers_of(mode, points)}
+        parts |= {name: rate / max(rates.values()) for name, rate in rates.items()}
+    return parts
+
+
 def best_peers(results: Results, levels: list[int], mode: str = OURS) -> dict[str, str]:
     """By number of clients: the peer with the most tokens/s."""
     best = {}

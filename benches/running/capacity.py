@@ -12,6 +12,7 @@ import numpy as np
 from cbrs import LLM
 
 MAX_NUM_SEQS = 512
+MAX_NUM_BATCHED_TOKENS = 2 * MAX_NUM_SEQS  # the least that so many allow, for all ways
 BLOCK_SIZE = 16
 # Lengths of outputs are log-normal with this deviation; the longest are cut.
 OUTPUT_SIGMA = 0.7
@@ -28,7 +29,7 @@ class Way:
     name: str
     is_contiguous: bool = False
     shares_prefixes: bool = False
-    kv_cache_dtype: str | None = None
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,18 @@ def fits(options: argparse.Namespace) -> str | None:
 def engine(way: Way, options: argparse.Namespace) -> LLM:
     """An engine whose pool has as many bytes as `--pool-tokens` take in `--dtype`."""
     num_seqs = options.pool_tokens // options.max_model_len if way.is_contiguous else MAX_NUM_SEQS
-    extras = {} if way.kv_cache_dtype is None else {"kv_cache_dtype": way.kv_cache_dtype}
     return LLM(
         options.model,
         dtype=options.dtype,
         num_threads=options.threads,
         block_size=BLOCK_SIZE,
         kv_cache_bytes=pool_bytes(options),
+        kv_cache_dtype=way.kv_cache_dtype,
         max_num_seqs=num_seqs,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=options.max_model_len,
         enable_prefix_caching=way.shares_prefixes,
         admission="estimated",
-        **extras,
     )
 
 

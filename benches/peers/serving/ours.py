@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
-from typing import Any
 
 import cbrs
 from cbrs import AsyncLLM, SamplingParams
@@ -12,16 +10,7 @@ from cbrs.cli.bench.closed_loop import run_level
 from cbrs.cli.bench.workload import BenchRequest
 
 from . import harness
-from .harness import Load, MissingError, Seen, Settings
-
-
-def quantization(settings: Settings) -> dict[str, Any]:
-    """The setting of an engine, if one is asked for; `MissingError` if there is no such setting."""
-    if settings.quantization is None:
-        return {}
-    if "quantization" not in {item.name for item in fields(cbrs.EngineConfig)}:
-        raise MissingError(f"cbrs {cbrs.__version__} has no quantization={settings.quantization!r}")
-    return {"quantization": settings.quantization}
+from .harness import Load, Seen, Settings
 
 
 class Peer(harness.Peer):
@@ -29,16 +18,14 @@ class Peer(harness.Peer):
     measured = "AsyncLLM in process, streams of single tokens as text and ids"
 
     def __init__(self, settings: Settings) -> None:
-        extras = quantization(settings)
-        if settings.token_budget is not None:
-            extras["max_num_batched_tokens"] = settings.token_budget
         self.llm = AsyncLLM(
             settings.model,
             dtype=settings.dtype,
+            quantization=settings.quantization,
             num_threads=settings.num_threads,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
-            **extras,
+            max_num_batched_tokens=settings.token_budget,
         )
 
     def run(self, load: Load) -> list[Seen]:

@@ -8,7 +8,6 @@ import cbrs
 
 from .harness import Settings
 from .http import HttpPeer, free_port
-from .ours import quantization
 
 
 class Peer(HttpPeer):
@@ -21,6 +20,6 @@ class Peer(HttpPeer):
         command += ["--dtype", settings.dtype, "--num-threads", str(settings.num_threads)]
         command += ["--max-num-seqs", str(settings.max_num_seqs), "--served-model-name", "model"]
         command += ["--max-model-len", str(settings.max_model_len)]
-        for name, value in quantization(settings).items():
-            command += [f"--{name}", value]
+        if settings.quantization is not None:
+            command += ["--quantization", settings.quantization]
         self.start(command, port, "model")
