@@ -7,13 +7,9 @@ import math
 import mmap
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from cbrs.kernels import reference
-
-_ALIGNMENT = 64
-"""Bytes of a cache line, which no vector of a row may straddle for nothing."""
 
 DEFAULT_MEMORY_FRACTION = 0.25
 DEFAULT_MAX_BYTES = 4 * 1024**3
@@ -99,18 +95,16 @@ def cleared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    # A mapping of its own: what the C library gives may have been used before, and is written then.
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        message = f"no {num_bytes} bytes for a layer's keys or values: {error}"
+        raise MemoryError(f"{message}; lower num_blocks or kv_cache_bytes") from error
     if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            message = f"no {num_bytes} bytes for a layer's keys or values: {error}"
-            raise MemoryError(f"{message}; lower num_blocks or kv_cache_bytes") from error
         with contextlib.suppress(OSError):  # a kernel without large pages; it was only a hint
             memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the memory
-    raw = np.zeros(num_bytes + _ALIGNMENT - 1, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)  # keeps the memory
 
 
 def default_num_blocks(block_bytes: int, device: torch.device | str = "cpu") -> int:
