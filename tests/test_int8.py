@@ -157,6 +157,23 @@ def test_an_engine_says_what_it_runs_and_takes_less_memory(smollm2_gguf: Path, c
             assert one.outputs[0].token_ids == beside.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_have_a_type_of_their_own(make_llm: Any, tiny: Path, dtype: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    num_blocks: dict[str, int] = {}
+    for kv_cache_dtype in ("float32", "bfloat16", "int8", "auto"):
+        llm = make_llm(tiny, dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=1 << 20)
+        config = llm.config()
+        assert config.kv_cache_dtype == (dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+        num_blocks[kv_cache_dtype] = config.num_blocks
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 6
+    assert num_blocks["bfloat16"] == 2 * num_blocks["float32"]
+    # 16 numbers of a head and two bytes of its factor.
+    assert num_blocks["int8"] / num_blocks["bfloat16"] == pytest.approx(32 / 18, rel=0.01)
+    assert num_blocks["auto"] == num_blocks[dtype]
+
+
 @pytest.mark.parametrize("value", ["int4", "INT8", "", "none"])
 def test_an_unknown_value_is_refused_with_what_to_give(value: Any, tiny_checkpoint: Path) -> None:
     expected = f"quantization is {value!r}; give 'int8', or leave it out"

@@ -391,23 +391,6 @@ def test_the_pool_is_bounded_by_kv_cache_bytes_and_by_what_can_be_used(make_llm,
         make_llm(tiny, kv_cache_bytes=block_bytes - 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_and_values_have_a_type_of_their_own(make_llm, tiny, dtype):
-    params = SamplingParams(temperature=0.0, max_tokens=6)
-    num_blocks = {}
-    for kv_cache_dtype in ("float32", "bfloat16", "int8", "auto"):
-        llm = make_llm(tiny, dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_cache_bytes=1 << 20)
-        config = llm.config()
-        assert config.kv_cache_dtype == (dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
-        num_blocks[kv_cache_dtype] = config.num_blocks
-        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 6
-    assert num_blocks["bfloat16"] == 2 * num_blocks["float32"]
-    # 16 numbers of a head and two bytes of its factor.
-    assert num_blocks["int8"] / num_blocks["bfloat16"] == pytest.approx(32 / 18, rel=0.01)
-    assert num_blocks["auto"] == num_blocks[dtype]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -12,9 +12,9 @@ use crate::bf16;
 use crate::buffer::{Buffer, Zeroed};
 use crate::dispatch::{Isa, Kernels};
 use crate::error::{Error, Result};
+use crate::int8;
 use crate::layout::check_len;
 use crate::linear::int8::group_bytes;
-use crate::linear::quantize::quantize_weights;
 use crate::simd::dot::{DotSet, GROUP, load_weight, store_weight};
 
 /// Weights `[out_features, in_features]`, row by row, as a checkpoint has them.
@@ -259,7 +259,7 @@ impl Kernels {
                     let (mut values, mut ints) = ([0.0; GROUP], [0; GROUP]);
                     let num_inputs = GROUP.min(in_features - index * GROUP);
                     weights.read((first + column) * in_features + index * GROUP, &mut values[..num_inputs]);
-                    let scale = quantize_weights(&values, &mut ints);
+                    let scale = int8::quantize(&values, &mut ints);
                     let place = pair_place(column, shape.width) * size_of::<u16>();
                     scales[place..place + size_of::<u16>()].copy_from_slice(&scale.to_ne_bytes());
                     for (input, int) in ints.into_iter().enumerate() {

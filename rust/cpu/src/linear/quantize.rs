@@ -1,8 +1,9 @@
 //! Numbers as small integers: groups of 32 neighbours share a scale, the largest magnitude over 127.
 //!
-//! Weights are quantised when they are packed, the rows of an input once for each product. What counts as an input's
-//! magnitude is that of two neighbours' sum, too, so that two integers have a sum of at most 128: the fast instructions add
-//! their products in 16 bits (see `simd/dot.rs`). Few groups get a larger scale by that.
+//! Weights are quantised when they are packed, as keys and values are ([`int8::quantize`](crate::int8::quantize)), the
+//! rows of an input here, once for each product. What counts as an input's magnitude is that of two neighbours' sum, too,
+//! so that two integers have a sum of at most 128: the fast instructions add their products in 16 bits (see
+//! `simd/dot.rs`). Few groups get a larger scale by that.
 //!
 //! Invariants:
 //! 1. A row's integers and scales depend on that row only and have the same bits on every instruction set.
@@ -45,24 +46,6 @@ fn scale_for(greatest: u32) -> (f32, f32) {
 #[inline(always)]
 fn round(number: f32) -> i32 {
     ((number + ROUNDER).to_bits() as i32).wrapping_sub(ROUNDER.to_bits() as i32)
-}
-
-/// Quantises up to 32 weights and returns their scale as a bf16 number, rounded up so that no integer exceeds 127.
-pub(crate) fn quantize_weights(weights: &[f32], ints: &mut [i8]) -> u16 {
-    let greatest = weights.iter().fold(0, |greatest: u32, weight| greatest.max(magnitude(*weight)));
-    let (scale, _) = scale_for(greatest);
-    if scale.is_nan() {
-        ints.fill(0);
-        return 0x7fc0;
-    }
-    // Cannot wrap: the scale is at most a 127th of the largest number.
-    let bits = ((scale.to_bits() + 0xffff) >> 16) as u16;
-    let scale = crate::bf16::to_f32(bits);
-    let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-    for (int, weight) in ints.iter_mut().zip(weights) {
-        *int = round(weight * factor) as i8;
-    }
-    bits
 }
 
 /// Rows of an input, quantised; the memory is kept for the next ones.

@@ -96,29 +96,29 @@ unsafe impl Dot for Avx512 {
     }
 }
 
-// SAFETY: all methods need no more than `avx512f` and `avx512vnni`; loads are unaligned ones.
+// SAFETY: all methods need no more than `avx512f` and `avx512vnni`; those of `Avx512` that it calls need `avx512f` only.
 unsafe impl Dot for Vnni {
     type Numbers = Avx512;
     type Sums = __m512i;
     type Bytes = __m512i;
-    const TILE_ROWS: usize = 12;
+    const TILE_ROWS: usize = <Avx512 as Dot>::TILE_ROWS;
 
     #[inline(always)]
     unsafe fn start(offset: i32) -> __m512i {
-        // SAFETY: the caller promises the instruction set.
-        unsafe { _mm512_set1_epi32(offset) }
+        // SAFETY: the contract is the same.
+        unsafe { Avx512::start(offset) }
     }
 
     #[inline(always)]
     unsafe fn weights(ptr: *const u8) -> [__m512i; 2] {
-        // SAFETY: the caller promises the instruction set and 128 readable bytes.
-        unsafe { [_mm512_loadu_si512(ptr.cast()), _mm512_loadu_si512(ptr.add(64).cast())] }
+        // SAFETY: the contract is the same.
+        unsafe { Avx512::weights(ptr) }
     }
 
     #[inline(always)]
     unsafe fn inputs(ptr: *const i8) -> __m512i {
-        // SAFETY: the caller promises the instruction set and four readable inputs.
-        unsafe { _mm512_set1_epi32(ptr.cast::<i32>().read_unaligned()) }
+        // SAFETY: the contract is the same.
+        unsafe { Avx512::inputs(ptr) }
     }
 
     #[inline(always)]
@@ -130,7 +130,7 @@ unsafe impl Dot for Vnni {
 
     #[inline(always)]
     unsafe fn to_numbers(sums: __m512i) -> __m512 {
-        // SAFETY: the caller promises the instruction set.
-        unsafe { _mm512_cvtepi32_ps(sums) }
+        // SAFETY: the contract is the same.
+        unsafe { Avx512::to_numbers(sums) }
     }
 }
