@@ -135,7 +135,7 @@ def test_a_tensor_is_read_in_part(tiny: Path) -> None:
         (3, {}, "is 3, which does not divide the model's 4 attention heads; give one of 1, 2, 4"),
         (
             4,
-            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6},
             "is 4, which neither divides the model's 6 key and value heads nor is a multiple;"
             " give one of 1, 2, 3, 6, 12",
         ),
@@ -169,5 +169,5 @@ def test_a_bad_checkpoint_is_refused_by_every_rank(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     folder = kit.write_folder(tmp_path / "holed", config, tensors)
     for rank in range(2):
-        with pytest.raises(ModelLoadError, match="up_proj.weight: missing tensor"):
+        with pytest.raises(ModelLoadError, match=r"up_proj\.weight: missing tensor"):
             load(folder, group=ThreadGroup(rank, 2, Exchange(2)))

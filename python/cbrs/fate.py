@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cbrs.errors import EngineDeadError
+from cbrs.errors import EngineDeadError
 
 
 class Fate:
@@ -17,13 +14,13 @@ class Fate:
 
     def __init__(self) -> None:
         """Nothing has happened yet."""
-        self._error: EngineDeadError | None = None
+        self._reason: str | None = None
 
     @property
     def error(self) -> EngineDeadError | None:
-        """What ended the engine; None while nothing did."""
-        return self._error
+        """A new exception that says what ended the engine; None while nothing did."""
+        return None if self._reason is None else EngineDeadError(self._reason)
 
-    def end(self, error: EngineDeadError) -> None:
+    def end(self, reason: str) -> None:
         """Says why; the first reason stays."""
-        self._error = self._error or error
+        self._reason = self._reason or reason

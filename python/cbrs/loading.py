@@ -144,6 +144,8 @@ def load_model(
         torch.set_num_threads(num_threads)
     name = os.fspath(name_or_path)
     path = resolve(name)
+    if _samples_nothing(group):
+        tokenizer = None
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if isinstance(path, str):
         if group is not None:
@@ -260,7 +262,7 @@ def _load_gguf(
     config = config_from_gguf(source, path)
     shard = _shard(config, group)
     family = model_class(config.architecture)
-    tokenizer = given or _gguf_tokenizer(source, path)
+    tokenizer = None if _samples_nothing(group) else given or _gguf_tokenizer(source, path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path)
     convert = partial(family.convert_gguf, config)
     full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_type)
@@ -302,7 +304,7 @@ def _load_folder(
     if not any(path.glob("*.safetensors")) and not (path / "model.safetensors.index.json").exists():
         raise load_error(path, "model.safetensors", _no_weights(path))
     source = SafetensorsCheckpoint(str(path))
-    tokenizer = given or _folder_tokenizer(path)
+    tokenizer = None if _samples_nothing(group) else given or _folder_tokenizer(path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path / "tokenizer.json")
     convert = partial(family.convert_hf, config)
     full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_dtype)
@@ -321,7 +323,7 @@ def _load_folder(
     tied = config.tie_word_embeddings and stored_head in source.tensor_names
     expected = ((name, name, shape) for name, shape in family.expected_tensors(config))
     weights.check(expected, optional=[stored_head] if tied else [])
-    if tied and (group is None or group.rank == 0):  # once: it reads all of both
+    if tied and not _samples_nothing(group):  # once: it reads all of both
         weights.require_equal(f"{EMBEDDING}.weight", stored_head)
     local = config if shard is None else shard.local_config
     module = family(local, weights)
@@ -334,6 +336,11 @@ def _shard(config: ModelConfig, group: Group | None) -> Shard | None:
         return None
     check_split(config, group.size)
     return Shard(config, group)
+
+
+def _samples_nothing(group: Group | None) -> bool:
+    """Say whether this process is a rank without text: all of that is rank 0's."""
+    return group is not None and group.rank > 0
 
 
 def _no_weights(path: Path) -> str:

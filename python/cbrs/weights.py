@@ -6,7 +6,7 @@ is refused at once and no half-built model is left behind.
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -129,8 +129,11 @@ class CheckpointWeights:
         if not parts:
             return self._convert(name, self._source.tensor(stored, dtype))
         # A part is whole heads wherever rows are put into another order.
-        read = [self._convert(name, self._source.tensor(stored, dtype, part)) for part in parts]
-        return read[0] if len(read) == 1 else np.concatenate(read, parts[0].dimension)
+        read: list[Any] = [
+            self._convert(name, self._source.tensor(stored, dtype, part)) for part in parts
+        ]
+        values: Values = read[0] if len(read) == 1 else np.concatenate(read, parts[0].dimension)
+        return values
 
     def require_equal(self, name: str, stored: str) -> None:
         """Refuse a checkpoint whose tensor `stored` is not bit for bit the tensor `name`."""
