@@ -108,9 +108,15 @@ def test_more_ranks_than_rows_of_the_vocabulary_leave_some_without(tmp_path: Pat
     assert float((found - whole).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_gguf_files_are_divided_as_folders_are(kind: str, tmp_path: Path) -> None:
-    check(gguf_kit.tiny(tmp_path, kind) if hasattr(gguf_kit, "tiny") else tmp_path, 2)
+@pytest.mark.parametrize("name", ["llama", "smollm3", "phi3"])
+def test_gguf_files_are_divided_as_folders_are(name: str, tmp_path: Path) -> None:
+    changes = kit.FAMILIES[name] | ({"attention_bias": True} if name == "llama" else {})
+    changes |= {"sliding_window": None, "use_sliding_window": None, "partial_rotary_factor": None}
+    config = kit.tiny_config(**changes)
+    tensors = kit.tensors_of(config)
+    # Query and key rows lie pair by pair in files of the first two.
+    metadata = {"phi3.attention.sliding_window": 0} if name == "phi3" else None
+    check(gguf_kit.write_gguf(tmp_path / "model.gguf", config, tensors, metadata), 2)
 
 
 def test_a_tensor_is_read_in_part(tiny: Path) -> None:

@@ -58,8 +58,10 @@ class Ranks:
         self.group = Group(0, size)
         self.fate = Fate()
         self._members = _Members(tempfile.mkdtemp(prefix="cbrs-ranks-"))
-        # Also at exit, and if nobody closes it.
+        # If nobody closes it. At the end of this process they notice that by themselves, when the
+        # threads of engines that still run have been stopped.
         self._end = weakref.finalize(self, self._members.end)
+        self._end.atexit = False
         try:
             for rank in range(1, size):
                 self._members.start(rank, size)
@@ -94,6 +96,7 @@ class Ranks:
     def watch(self, on_death: Callable[[], object]) -> None:
         """From now on calls `on_death` in a thread when a rank ends, after `fate` says so."""
         arguments = (self._members, self.group, self.fate, on_death)
+        self._members.is_watched = True
         thread = threading.Thread(target=_watch, args=arguments, name="cbrs-ranks", daemon=True)
         thread.start()
 
@@ -152,6 +155,7 @@ class _Members:
         self._lifelines: list[int] = []
         self._pid = os.getpid()
         self.is_ending = False
+        self.is_watched = False
         self._telling = threading.Lock()
         self._told: str | None = None
         self.wake, self.woken = socket.socketpair()
@@ -199,10 +203,14 @@ class _Members:
         return f"its process {process.pid} ended with code {code}"
 
     def death(self) -> str:
-        """Returns what there is to say about the first rank that has ended; one has."""
+        """Returns what there is to say about the rank that ended first; one has."""
         with self._telling:
-            rank = next((i for i, process in enumerate(self.processes, 1) if process.poll()), 1)
             if self._told is None:
+                codes = [process.poll() for process in self.processes]
+                # The others end by themselves when they lose one: that one was killed, if any was.
+                ended = [i for i, code in enumerate(codes, 1) if code is not None]
+                killed = [i for i in ended if (codes[i - 1] or 0) < 0]
+                rank = (killed or ended or [1])[0]
                 connection, said = self.connections[rank - 1], {}
                 with contextlib.suppress(EOFError, OSError, ValueError):
                     connection.settimeout(_NOTICE_WAIT_S)
@@ -219,6 +227,8 @@ class _Members:
         self.is_ending = True
         for end in (self.wake, *self.connections):
             end.close()
+        if not self.is_watched:
+            self.woken.close()
         for lifeline in self._lifelines:
             os.close(lifeline)
         self._lifelines.clear()

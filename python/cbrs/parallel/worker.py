@@ -17,6 +17,7 @@ import threading
 import traceback
 from typing import Any
 
+from cbrs.errors import CbrsError
 from cbrs.parallel.message import StepReader, receive_json, send_json
 
 _LOOK_INTERVAL_S = 0.5
@@ -38,7 +39,8 @@ def main() -> None:
         except EOFError:
             code = 0  # the engine is closed
         except BaseException as error:
-            traceback.print_exc()
+            if not isinstance(error, CbrsError | ValueError):  # which say all by themselves
+                traceback.print_exc()
             _report(rank_0, error)
     # Without torch's own end: exchanges may be under way that nobody will answer.
     os._exit(code)

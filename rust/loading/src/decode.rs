@@ -233,6 +233,36 @@ fn quantised<T: Element, const ELEMENTS: usize>(
 mod tests {
     use super::*;
 
+    fn part(dimension: usize, range: Range<usize>) -> Part {
+        Part { dimension, range }
+    }
+
+    #[test]
+    fn a_part_is_inside_a_vector_or_a_matrix() {
+        assert!(part(0, 0..0).is_of(&[0]));
+        assert!(part(0, 1..3).is_of(&[3]) && part(1, 2..4).is_of(&[1, 4]));
+        assert!(!part(0, 1..4).is_of(&[3]) && !part(1, 0..1).is_of(&[3]) && !part(0, 0..0).is_of(&[]));
+        #[allow(clippy::reversed_empty_ranges)]
+        let reversed = part(0, 2..1);
+        assert!(!reversed.is_of(&[3]));
+        assert!(!part(0, 0..1).is_of(&[1, 1, 1]));
+    }
+
+    #[test]
+    fn parts_of_interleaved_heads_and_of_their_biases_are_those_of_the_whole() {
+        let stored: Vec<u8> = (0..24).flat_map(|number| (number as f32).to_le_bytes()).collect();
+        let order = RowOrder::Interleaved { head_rows: 4 };
+        let read =
+            |shape: &[usize], row, part: Option<&Part>| decode::<f32>(Encoding::F32, &stored, shape, row, order, part);
+        let whole = read(&[12, 2], 2, None);
+        assert_eq!(whole[..8], [0.0, 1.0, 4.0, 5.0, 2.0, 3.0, 6.0, 7.0]);
+        assert_eq!(read(&[12, 2], 2, Some(&part(0, 3..9))), whole[6..18]);
+        let second: Vec<f32> = whole.iter().copied().skip(1).step_by(2).collect();
+        assert_eq!(read(&[12, 2], 2, Some(&part(1, 1..2))), second);
+        assert_eq!(read(&[24], 1, Some(&part(0, 5..7))), read(&[24], 1, None)[5..7]);
+        assert_eq!(read(&[24], 1, Some(&part(0, 5..5))), [] as [f32; 0]);
+    }
+
     #[test]
     fn rounding_to_bfloat16_is_to_nearest_even_for_all_upper_halves() {
         for upper in 0..=u16::MAX {
