@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kit
 import pytest
+import torch
 from async_kit import collect, final, started
 from server_kit import wait_until
 from server_process import server_process
@@ -196,7 +197,7 @@ def test_a_server_on_two_ranks_leaves_nothing_behind(tiny, folder):
     assert "Traceback" not in server.output
 
 
-def test_a_rank_that_cannot_start_says_why(tmp_path, folder):
+def test_a_rank_that_cannot_start_says_why(tmp_path, tiny, folder):
     missing = str(tmp_path / "nothing")
     settings = {"name_or_path": missing, "dtype": "float32", "device": "cpu", "num_threads": 1}
     ranks = Ranks(2, settings)
@@ -210,6 +211,15 @@ def test_a_rank_that_cannot_start_says_why(tmp_path, folder):
         killed.await_loaded()
     killed.close()
     assert not any(map(is_running, killed.pids))
+    late = Ranks(2, settings | {"name_or_path": str(tiny)})
+    late.await_loaded()
+    late.connect(torch.device("cpu"))
+    late.make_runners({"kv_cache_dtype": "auto", "num_blocks": 0, "block_size": 16})
+    with pytest.raises(
+        EngineDeadError, match=r"rank 1 of 2 .*num_blocks must be at least 1, got 0"
+    ):
+        late.await_ready()
+    late.close()
     assert list(folder.iterdir()) == []
 
 

@@ -7,13 +7,15 @@ import math
 import os
 import time
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbrs._core import OutputProcessor, Scheduler, SchedulerConfig
 from cbrs.config import POLICY_FIELDS, EffectiveConfig
 from cbrs.engine import Engine
+from cbrs.errors import CbrsError, is_failure
 from cbrs.loading import LoadedModel, load_model
-from cbrs.parallel.start import join_ranks, start_ranks
+from cbrs.parallel.start import make_runners, start_ranks
 from cbrs.runner.kv_cache import default_num_blocks, free_memory
 from cbrs.runner.model_runner import make_runner
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from cbrs._core import Tokenizer
     from cbrs.config import EngineConfig
     from cbrs.parallel.ranks import Ranks
+    from cbrs.runner.model_runner import Runner
 
 logger = logging.getLogger("cbrs")
 
@@ -43,8 +46,11 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
     config, ranks = start_ranks(config)
     try:
         return _build(config, ranks)
-    except BaseException:
+    except BaseException as error:
         ranks.close()
+        death = ranks.fate.error
+        if death is not None and is_failure(error) and not isinstance(error, CbrsError):
+            raise death from error  # of which the other is a consequence
         raise
 
 
@@ -60,6 +66,9 @@ def _build(config: EngineConfig, ranks: Ranks | None) -> tuple[Engine, Tokenizer
         tokenizer=config.tokenizer,
         group=None if ranks is None else ranks.group,
     )
+    if ranks is not None:
+        ranks.await_loaded()
+        ranks.connect(loaded.device)
     decided = _decide(config, loaded)
     scheduler = Scheduler(_scheduler_config(decided, config, loaded))
     core = scheduler.config
@@ -69,16 +78,20 @@ def _build(config: EngineConfig, ranks: Ranks | None) -> tuple[Engine, Tokenizer
         policy=core.policy,
         **policy_in_force(core.policy_settings),
     )
-    runner, sampler = make_runner(
+    make_own = partial(
+        make_runner,
         loaded,
         kv_dtype=loaded.kv_dtype(config.kv_cache_dtype),
         num_blocks=decided.num_blocks,
         block_size=decided.block_size,
         num_threads=decided.num_threads,
     )
-    if ranks is not None:
-        runner = join_ranks(ranks, config, decided, loaded.device, runner)
-        ranks.watch(scheduler.close)
+    runner: Runner
+    if ranks is None:
+        runner, sampler = make_own()
+    else:
+        runner, sampler = make_runners(ranks, config, decided, make_own)
+        ranks.on_death(scheduler.close)
     if decided.kv_cache_bytes > 0:
         logger.info(
             "KV pool of %d blocks x %d tokens in %s = %.1f MiB",

@@ -79,26 +79,40 @@ class Ranks:
         """Returns when all have loaded their part.
 
         Raises:
-            ModelLoadError, CbrsError: one of them has not, and why.
+            ModelLoadError, EngineDeadError: one of them has not, and why.
         """
         self._await("loaded")
 
-    def connect(self, device: torch.device, settings: dict[str, Any]) -> None:
-        """Has all make their caches, joins them, and watches over them from now on.
+    def connect(self, device: torch.device) -> None:
+        """Joins all ranks, which have loaded, and watches over them from now on."""
+        for rank in range(1, self.group.size):
+            self._send(rank, {"do": "connect"})
+        self.group.connect(self._members.folder, device)
+        arguments = (self._members, self.group, self.fate)
+        self._members.is_watched = True
+        threading.Thread(target=_watch, args=arguments, name="cbrs-ranks", daemon=True).start()
+
+    def make_runners(self, settings: dict[str, Any]) -> None:
+        """Has the others make their runners, beside this one; `await_ready` waits for them.
 
         `settings` are the arguments of `make_runner`, as JSON.
         """
         for rank in range(1, self.group.size):
-            self._send(rank, settings)
-        self.group.connect(self._members.folder, device)
+            self._send(rank, {"do": "make_runner", **settings})
+
+    def await_ready(self) -> None:
+        """Returns when all wait for their first step.
+
+        Raises:
+            ModelLoadError, EngineDeadError: one of them has failed, and why.
+        """
         self._await("ready")
 
-    def watch(self, on_death: Callable[[], object]) -> None:
-        """From now on calls `on_death` in a thread when a rank ends, after `fate` says so."""
-        arguments = (self._members, self.group, self.fate, on_death)
-        self._members.is_watched = True
-        thread = threading.Thread(target=_watch, args=arguments, name="cbrs-ranks", daemon=True)
-        thread.start()
+    def on_death(self, function: Callable[[], object]) -> None:
+        """Has `function` called in a thread when a rank ends, after `fate` says so."""
+        self._members.on_death = function
+        if self.fate.error is not None:  # just now
+            function()
 
     def send(self, message: memoryview) -> None:
         """Sends one step to all.
@@ -136,11 +150,12 @@ class Ranks:
             send_json(self._members.connections[rank - 1], value)
 
     def _await(self, answer: str) -> None:
-        for rank, connection in enumerate(self._members.connections, 1):
+        for rank in range(1, self.group.size):
             try:
-                said = receive_json(connection)
+                said = self._members.read(rank)
             except EOFError:
-                said = {"detail": self._members.how_it_ended(rank)}
+                # Whoever watches may have read it.
+                said = {"detail": self.fate.error or self._members.how_it_ended(rank)}
             if said.get("says") != answer:
                 raise _refusal(rank, self.group.size, said)
 
@@ -152,6 +167,8 @@ class _Members:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[socket.socket] = []
+        self.on_death: Callable[[], object] = bool
+        self._reading: list[threading.Lock] = []
         self._lifelines: list[int] = []
         self._pid = os.getpid()
         self.is_ending = False
@@ -168,6 +185,7 @@ class _Members:
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
         self.connections.append(ours)
+        self._reading.append(threading.Lock())
         self._lifelines.append(writing)
         numbers = (rank, size, theirs.fileno(), reading, os.getpid())
         command = [sys.executable, "-P", "-m", "cbrs.parallel.worker"]
@@ -191,6 +209,14 @@ class _Members:
         for process in self.processes:
             process.kill()
 
+    def read(self, rank: int, timeout_s: float | None = None) -> dict[str, Any]:
+        """Waits for what a rank says; a whole message goes to one thread."""
+        with self._reading[rank - 1]:
+            connection = self.connections[rank - 1]
+            if timeout_s is not None:
+                connection.settimeout(timeout_s)
+            return receive_json(connection)
+
     def how_it_ended(self, rank: int) -> str:
         """Waits for a process whose connection has ended, and returns what there is to say."""
         process = self.processes[rank - 1]
@@ -211,10 +237,9 @@ class _Members:
                 ended = [i for i, code in enumerate(codes, 1) if code is not None]
                 killed = [i for i in ended if (codes[i - 1] or 0) < 0]
                 rank = (killed or ended or [1])[0]
-                connection, said = self.connections[rank - 1], {}
+                said: dict[str, Any] = {}
                 with contextlib.suppress(EOFError, OSError, ValueError):
-                    connection.settimeout(_NOTICE_WAIT_S)
-                    said = receive_json(connection)
+                    said = self.read(rank, _NOTICE_WAIT_S)
                 detail = said.get("detail") or self.how_it_ended(rank)
                 size = len(self.processes) + 1
                 self._told = f"rank {rank} of {size} is lost: {detail}"
@@ -247,7 +272,7 @@ def device_of(device: str, rank: int) -> str:
     return device if device == "cpu" else f"{device}:{rank}"
 
 
-def _watch(members: _Members, group: Group, fate: Fate, on_death: Callable[[], object]) -> None:
+def _watch(members: _Members, group: Group, fate: Fate) -> None:
     """Waits for the first end of a process, or of the engine."""
     pidfds = []
     try:
@@ -269,7 +294,7 @@ def _watch(members: _Members, group: Group, fate: Fate, on_death: Callable[[], o
     logger.critical("%s", fate.error)
     members.kill()
     group.abort()
-    on_death()
+    members.on_death()
 
 
 def _refusal(rank: int, size: int, said: dict[str, Any]) -> CbrsError:

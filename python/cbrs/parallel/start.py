@@ -13,8 +13,12 @@ from cbrs.parallel.ranks import Ranks, device_of
 from cbrs.parallel.runner import ParallelRunner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from cbrs.config import EffectiveConfig, EngineConfig
-    from cbrs.runner.model_runner import Runner
+    from cbrs.runner.model_runner import Runner, TokenSampler
+
+    Own = tuple[Runner, TokenSampler]
 
 
 def start_ranks(config: EngineConfig) -> tuple[EngineConfig, Ranks]:
@@ -39,27 +43,24 @@ def start_ranks(config: EngineConfig) -> tuple[EngineConfig, Ranks]:
     return config, Ranks(size, settings)
 
 
-def join_ranks(
-    ranks: Ranks,
-    config: EngineConfig,
-    decided: EffectiveConfig,
-    device: torch.device,
-    runner: Runner,
-) -> ParallelRunner:
-    """Has the other ranks make runners as this one's, `runner`, and returns that of all.
+def make_runners(
+    ranks: Ranks, config: EngineConfig, decided: EffectiveConfig, make_own: Callable[[], Own]
+) -> tuple[ParallelRunner, TokenSampler]:
+    """Has all ranks make their runners at once, as `make_own` makes this one's and the sampler.
 
     Raises:
-        ModelLoadError, CbrsError: one of them has not loaded, or cannot, and why.
+        ModelLoadError, EngineDeadError: another one cannot, and why.
     """
-    ranks.await_loaded()
     settings = {
         "kv_cache_dtype": config.kv_cache_dtype,
         "num_blocks": decided.num_blocks,
         "block_size": decided.block_size,
         "num_threads": decided.num_threads,
     }
-    ranks.connect(device, settings)
-    return ParallelRunner(runner, ranks)
+    ranks.make_runners(settings)
+    runner, sampler = make_own()
+    ranks.await_ready()
+    return ParallelRunner(runner, ranks), sampler
 
 
 def _device(device: str, size: int) -> str:

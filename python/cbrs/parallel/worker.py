@@ -55,16 +55,27 @@ def _run(rank: int, size: int, rank_0: socket.socket, folder: str) -> None:
     group = Group(rank, size)
     loaded = load_model(**receive_json(rank_0), group=group)
     send_json(rank_0, {"says": "loaded"})
-    settings = receive_json(rank_0)
+    _receive(rank_0, "connect")
+    # Before the runner is made, which may try steps, as all ranks' do then.
+    group.connect(folder, loaded.device)
+    settings = _receive(rank_0, "make_runner")
     kv_dtype = loaded.kv_dtype(settings.pop("kv_cache_dtype"))
     runner, _ = make_runner(loaded, kv_dtype=kv_dtype, **settings)
-    group.connect(folder, loaded.device)
     send_json(rank_0, {"says": "ready"})
     steps = StepReader(rank_0)
     while True:
         batch = steps.read()
         if batch.num_seqs > 0:
             runner.forward(batch)
+
+
+def _receive(rank_0: socket.socket, wanted: str) -> dict[str, Any]:
+    """Waits for an order of rank 0, and returns its settings."""
+    settings = receive_json(rank_0)
+    order = settings.pop("do", None)
+    if order != wanted:
+        raise ValueError(f"rank 0 says {order!r}, but {wanted!r} comes next")
+    return settings
 
 
 def _report(rank_0: socket.socket, error: BaseException) -> None:
