@@ -46,8 +46,14 @@ class ParallelRunner:
         """Tells the others what a batch that is not run changes in the block tables.
 
         Twice is as good as once, and after a step that was run, too.
+
+        Raises:
+            EngineDeadError: a rank is lost.
         """
-        self._ranks.send(self._writer.write_changes(batch))
+        try:
+            self._ranks.send(self._writer.write_changes(batch))
+        except OSError as error:
+            raise self._ranks.lost(error) from error
 
     def _forward(self, batch: Any) -> Tensor:
         try:
