@@ -125,6 +125,27 @@ def test_random_blocks_decode_as_in_the_reference_package(
     np.testing.assert_array_equal(file.tensor("w"), expected)
 
 
+@pytest.mark.parametrize("kind", [*QUANTISED, "F32", "BF16"])
+def test_a_part_is_that_part_of_the_whole(write: Write, kind: str) -> None:
+    raw_dtype = GGMLQuantizationType[kind]
+    if kind in QUANTISED:
+        blocks = random_blocks(kind, 64, 7).reshape(4, -1)
+    else:
+        blocks = random_blocks("Q8_0", 64, 7)[:, :32].reshape(4, -1)
+    file = write(lambda writer: writer.add_tensor("w", blocks, raw_dtype=raw_dtype))
+    for dtype in ("float32", "bfloat16"):
+        whole = file.tensor("w", dtype)
+        columns = whole.shape[1]
+        for begin, end in ((0, 1), (1, 3), (2, 4), (4, 4)):
+            np.testing.assert_array_equal(
+                file.tensor("w", dtype, (0, begin, end)), whole[begin:end]
+            )
+        # At the borders of blocks, and across them.
+        for begin, end in ((0, 32), (32, columns), (5, columns - 3), (7, 9), (columns, columns)):
+            part = file.tensor("w", dtype, (1, begin, end))
+            np.testing.assert_array_equal(part, whole[:, begin:end])
+
+
 def test_conformance_vectors_decode_exactly(write: Write, cbrs_data: Path) -> None:
     vectors = json.loads((cbrs_data / "conformance/gguf_dequant_vectors.json").read_text())[
         "vectors"

@@ -158,7 +158,7 @@ class Unchanged(torch.nn.Module):
         return values
 
 
-def unbiased(cls: Any, weights: Any, prefixes: Any, bias: bool, num_parts: int = 1) -> Any:
+def unbiased(cls: Any, weights: Any, prefixes: Any, bias: bool, **options: Any) -> Any:
     matrices = [weights.read(f"{prefix}.weight") for prefix in prefixes]
     return layers.Linear(torch.cat(matrices))
 

@@ -1108,10 +1108,14 @@ class GgufFile:
         """The shape of a tensor, row-major: `[out, in]`."""
     def tensor_type(self, name: str) -> str:
         """How a tensor is stored, for example `"Q4_1"`."""
-    def tensor(self, name: str, dtype: str = "float32") -> npt.NDArray[Any]:
+    def tensor(
+        self, name: str, dtype: str = "float32", part: tuple[int, int, int] | None = None
+    ) -> npt.NDArray[Any]:
         """A tensor as float32, or as the bits of bfloat16 in uint16 (rounded to nearest even).
 
         Query and key rows of the llama architecture come in the order of Hugging Face models.
+        `part` is `(dimension, begin, end)`: only these indices of it are read, of a vector or a
+        matrix; `ValueError` if they are outside.
         """
     def tokenizer_json(self) -> str:
         """The tokenizer of the file as the text of a Hugging Face `tokenizer.json`."""
@@ -1136,8 +1140,14 @@ class SafetensorsCheckpoint:
         """The shape of a tensor."""
     def tensor_dtype(self, name: str) -> str:
         """The stored type of a tensor, for example `"BF16"`."""
-    def tensor(self, name: str, dtype: str = "float32") -> npt.NDArray[Any]:
-        """A tensor of type F32, F16 or BF16 as float32, or as the bits of bfloat16 in uint16."""
+    def tensor(
+        self, name: str, dtype: str = "float32", part: tuple[int, int, int] | None = None
+    ) -> npt.NDArray[Any]:
+        """A tensor of type F32, F16 or BF16 as float32, or as the bits of bfloat16 in uint16.
+
+        `part` is `(dimension, begin, end)`: only these indices of it are read, of a vector or a
+        matrix; `ValueError` if they are outside.
+        """
 
 @final
 class CpuKernels:

@@ -7,12 +7,15 @@ import math
 import os
 import time
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cbrs._core import OutputProcessor, Scheduler, SchedulerConfig
 from cbrs.config import POLICY_FIELDS, EffectiveConfig
 from cbrs.engine import Engine
+from cbrs.errors import CbrsError, is_failure
 from cbrs.loading import LoadedModel, load_model
+from cbrs.parallel.start import make_runners, start_ranks
 from cbrs.runner.kv_cache import default_num_blocks, free_memory
 from cbrs.runner.model_runner import make_runner
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
     from cbrs._core import Tokenizer
     from cbrs.config import EngineConfig
+    from cbrs.parallel.ranks import Ranks
+    from cbrs.runner.model_runner import Runner
 
 logger = logging.getLogger("cbrs")
 
@@ -36,6 +41,20 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         ModelLoadError: names the file and what is wrong in it.
         ValueError: a setting that this model or machine cannot have.
     """
+    if config.tensor_parallel_size == 1:
+        return _build(config, None)
+    config, ranks = start_ranks(config)
+    try:
+        return _build(config, ranks)
+    except BaseException as error:
+        ranks.close()
+        death = ranks.fate.error
+        if death is not None and is_failure(error) and not isinstance(error, CbrsError):
+            raise death from error  # of which the other is a consequence
+        raise
+
+
+def _build(config: EngineConfig, ranks: Ranks | None) -> tuple[Engine, Tokenizer | None]:
     started = time.monotonic()
     logger.info("loading %s", config.model)
     loaded = load_model(
@@ -45,7 +64,11 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         device=config.device,
         num_threads=config.num_threads,
         tokenizer=config.tokenizer,
+        group=None if ranks is None else ranks.group,
     )
+    if ranks is not None:
+        ranks.await_loaded()
+        ranks.connect(loaded.device)
     decided = _decide(config, loaded)
     scheduler = Scheduler(_scheduler_config(decided, config, loaded))
     core = scheduler.config
@@ -55,13 +78,20 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         policy=core.policy,
         **policy_in_force(core.policy_settings),
     )
-    runner, sampler = make_runner(
+    make_own = partial(
+        make_runner,
         loaded,
         kv_dtype=loaded.kv_dtype(config.kv_cache_dtype),
         num_blocks=decided.num_blocks,
         block_size=decided.block_size,
         num_threads=decided.num_threads,
     )
+    runner: Runner
+    if ranks is None:
+        runner, sampler = make_own()
+    else:
+        runner, sampler = make_runners(ranks, config, decided, make_own)
+        ranks.on_death(scheduler.close)
     if decided.kv_cache_bytes > 0:
         logger.info(
             "KV pool of %d blocks x %d tokens in %s = %.1f MiB",
@@ -80,7 +110,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, Tokenizer | None]:
         else f"{decided.quantization} weights, else {decided.dtype},",
         decided.device,
     )
-    return Engine(decided, scheduler, processor, runner, sampler), loaded.tokenizer
+    return Engine(decided, scheduler, processor, runner, sampler, ranks), loaded.tokenizer
 
 
 def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
@@ -92,8 +122,10 @@ def _decide(config: EngineConfig, loaded: LoadedModel) -> EffectiveConfig:
         )
     kv_dtype = loaded.kv_dtype(config.kv_cache_dtype)
     block_bytes = loaded.kv_bytes_per_block(config.block_size, kv_dtype)
-    num_blocks = _num_blocks(config, loaded, max_model_len, block_bytes)
-    _check_fits(config, num_blocks * block_bytes, loaded.device)
+    # Processes on the CPU share its memory.
+    sharing = config.tensor_parallel_size if loaded.device.type == "cpu" else 1
+    num_blocks = _num_blocks(config, loaded, max_model_len, block_bytes, sharing)
+    _check_fits(config, num_blocks * block_bytes * sharing, loaded.device)
     given = {item.name: getattr(config, item.name) for item in fields(config)}
     budget, chunk = _token_budget(config, loaded), config.max_prefill_chunk_tokens
     decided = {
@@ -119,7 +151,7 @@ def _token_budget(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _num_blocks(
-    config: EngineConfig, loaded: LoadedModel, max_model_len: int, block_bytes: int
+    config: EngineConfig, loaded: LoadedModel, max_model_len: int, block_bytes: int, sharing: int
 ) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
@@ -132,7 +164,7 @@ def _num_blocks(
     usable = config.max_num_seqs * math.ceil(max_model_len / config.block_size)
     if block_bytes == 0:
         return usable
-    return min(usable, default_num_blocks(block_bytes, loaded.device))
+    return min(usable, default_num_blocks(block_bytes * sharing, loaded.device))
 
 
 def _check_fits(config: EngineConfig, num_bytes: int, device: torch.device) -> None:

@@ -61,13 +61,17 @@ class EngineConfig:
     """`cpu`, `cuda`, `cuda:1`, …; `auto` is the first CUDA device if there is one."""
     num_threads: int | None = None
     """CPU threads for the model; None = one per core that this process may use."""
+    tensor_parallel_size: int = 1
+    """GPUs that share the model, with a process for each; on the CPU, where it is for tests,
+    processes. Must divide the attention heads and the intermediate size, and divide or be a
+    multiple of the key and value heads."""
     block_size: int = 16
     """Tokens per KV block."""
     num_blocks: int | None = None
     """KV blocks in the pool; None = as many as `kv_cache_bytes` holds."""
     kv_cache_bytes: int | None = None
-    """Size of the KV pool; None = a quarter of the free memory, at most 4 GiB, and no more than
-    `max_num_seqs` can use."""
+    """Size of the KV pool, with tensor parallelism of each process; None = a quarter of the free
+    memory, at most 4 GiB, and no more than `max_num_seqs` can use."""
     max_num_seqs: int = 64
     """Sequences that run at once."""
     max_num_batched_tokens: int | None = None
@@ -124,10 +128,18 @@ class EngineConfig:
                 f" choose one of {', '.join(_KV_CACHE_DTYPES)}"
             )
         check_quantization(self.quantization)
-        for name in ("num_threads", "block_size", "num_blocks", "kv_cache_bytes", "max_model_len"):
+        for name in (
+            *("num_threads", "tensor_parallel_size", "block_size"),
+            *("num_blocks", "kv_cache_bytes", "max_model_len"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; give a number >= 1")
+        if self.tensor_parallel_size > 1 and self.quantization is not None:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but weights in"
+                f" {self.quantization} are not divided; leave out one of the two"
+            )
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise ValueError("num_blocks and kv_cache_bytes both set the pool; give one of them")
 

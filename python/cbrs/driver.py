@@ -198,7 +198,7 @@ class Driver:
             call.stop_feeding()
             for request_id in call.request_ids:
                 self._engine.scheduler.cancel(request_id)
-            if not self._closed and self._death is None:
+            if not self._closed and self._death is None and self._engine.fate.error is None:
                 self._until_done(call, None)
             raise
         finally:
@@ -253,8 +253,9 @@ class Driver:
                 on_progress(call.num_ended)
 
     def _check_usable(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine has died: {self._death}") from self._death
+        death = self._death or self._engine.fate.error
+        if death is not None:
+            raise EngineDeadError(f"the engine has died: {death}") from death
         if self._closed:
             raise EngineClosedError("the engine was closed; create a new one")
 

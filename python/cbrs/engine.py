@@ -9,18 +9,32 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from cbrs._core import StepResult
-from cbrs.errors import StepError, is_failure
+from cbrs.errors import EngineDeadError, StepError, is_failure
+from cbrs.fate import Fate
 from cbrs.interrupts import append_results
 
 if TYPE_CHECKING:
     from cbrs._core import Batch, OutputProcessor, Scheduler
     from cbrs.config import EffectiveConfig
+    from cbrs.parallel.ranks import Ranks
     from cbrs.runner.model_runner import Runner, TokenSampler
 
 logger = logging.getLogger("cbrs")
+
+
+@runtime_checkable
+class SkipsBatches(Protocol):
+    """A runner that follows the block tables by what each batch changes in them."""
+
+    def skip(self, batch: Batch) -> None:
+        """Takes note of a batch that is not run, or perhaps was; it is the last that was planned.
+
+        Raises:
+            EngineDeadError: a process of the model is lost.
+        """
 
 
 class Engine:
@@ -36,13 +50,19 @@ class Engine:
         processor: OutputProcessor,
         runner: Runner,
         sampler: TokenSampler,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Joins the parts; `config` is what they were made from."""
+        """Joins the parts; `config` is what they were made from.
+
+        `ranks` are the other processes of the model, which end with the engine and it with them.
+        """
         self.config = config
         self.scheduler = scheduler
         self.processor = processor
         self._runner = runner
         self._sampler = sampler
+        self._ranks = ranks
+        self.fate = Fate() if ranks is None else ranks.fate
         # The batch in flight, if any, is the last one; a list, so that no interrupt can lose it.
         self._batches: list[Batch] = []
         self._result: StepResult | None = None
@@ -54,7 +74,13 @@ class Engine:
         What the batch computed is committed by the next call. If the model run raises, the requests
         of the batch end with finish reason `error`; the exception is logged, and raised again if it
         is no failure but a demand to stop (a Ctrl-C).
+
+        Raises:
+            EngineDeadError: a process of the model is lost.
         """
+        death = self.fate.error
+        if death is not None:
+            raise death
         batch = self._schedule(block)
         if batch.num_seqs > 0:
             try:
@@ -69,7 +95,7 @@ class Engine:
                 )
             except BaseException as error:
                 self._fail(batch, error)
-                if not is_failure(error):
+                if not is_failure(error) or isinstance(error, EngineDeadError):
                     raise
                 logger.error("step %d failed: %s", batch.step_id, error, exc_info=error)
         return batch
@@ -78,11 +104,15 @@ class Engine:
         """Ends every request as cancelled, refuses new ones and joins the text thread."""
         self.scheduler.close()
         self.processor.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _schedule(self, block: bool = False) -> Batch:
         """Commits the last result and plans the next batch, in one call of the core."""
         unanswered = self._unanswered()
         if unanswered is not None:
+            if isinstance(self._runner, SkipsBatches):
+                self._runner.skip(unanswered)
             self._fail(unanswered, RuntimeError("the model run was interrupted"))
         try:
             append_results(self._batches, [partial(self.scheduler.step, self._result, block)])

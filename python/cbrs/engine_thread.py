@@ -43,6 +43,7 @@ class EngineThread:
         self.ended: Future[None] = Future()
         self._pid = os.getpid()
         self._is_stopping = False
+        self._fate = engine.fate
         self._death: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, args=([engine],), name="cbrs-engine", daemon=True
@@ -63,7 +64,7 @@ class EngineThread:
 
     def error(self) -> CbrsError | None:
         """Returns why there are no results any more; None while there are."""
-        death = self._death
+        death = self._death or self._fate.error
         if death is not None:
             error = EngineDeadError(f"the engine has died: {death}")
             error.__cause__ = death

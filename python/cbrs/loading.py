@@ -25,8 +25,10 @@ from cbrs.config import check_quantization
 from cbrs.models import config_from_gguf, config_from_hf, model_class
 from cbrs.models.config import ModelConfig
 from cbrs.models.fields import load_error, read_json, read_text
+from cbrs.models.layers import Group
 from cbrs.models.llama import EMBEDDING, HEAD, LlamaForCausalLM
 from cbrs.models.null import NullModel, is_null, null_config, parse_step_cost
+from cbrs.parallel.split import Shard, check_split
 from cbrs.runner.kv_cache import KV_DTYPES, row_len
 from cbrs.weights import CheckpointWeights
 
@@ -114,6 +116,7 @@ def load_model(
     num_threads: int | None = None,
     pack: bool = True,
     tokenizer: str | os.PathLike[str] | None = None,
+    group: Group | None = None,
 ) -> LoadedModel:
     """Load a model to run on `device` in `dtype`, with its tokenizer or the one of `tokenizer`.
 
@@ -122,11 +125,12 @@ def load_model(
     the values that the file stands for. `num_threads` is for the native kernels, None one per core
     that this process may use; it also sets torch's CPU threads, which the process shares.
     `pack=False` keeps the plain weights and runs them with torch, as a reference for the packed
-    ones.
+    ones. With `group` only this rank's part of the model is read, plain, and `LoadedModel.config`
+    is the shape of that part.
 
     Raises:
         ModelLoadError: no such model, or a checkpoint that is malformed or not supported.
-        ValueError: a dtype, device or quantization that cannot be used here.
+        ValueError: a dtype, device, quantization or number of ranks that cannot be used here.
     """
     check_quantization(quantization)
     target = choose_device(device)
@@ -140,15 +144,21 @@ def load_model(
         torch.set_num_threads(num_threads)
     name = os.fspath(name_or_path)
     path = resolve(name)
+    if _samples_nothing(group):
+        tokenizer = None
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if isinstance(path, str):
+        if group is not None:
+            raise ValueError(
+                f"tensor_parallel_size is {group.size}, but {name} has no weights to split; give 1"
+            )
         return _load_null(name, choose_dtype(dtype, target), target, given)
     kernels = None
-    if pack and target.type == "cpu":
+    if pack and group is None and target.type == "cpu":
         kernels = CpuKernels(num_threads or len(os.sched_getaffinity(0)))
     if path.is_dir():
-        return _load_folder(name, path, dtype, target, kernels, quantization, given)
-    return _load_gguf(name, path, dtype, target, kernels, quantization, given)
+        return _load_folder(name, path, dtype, target, kernels, quantization, given, group)
+    return _load_gguf(name, path, dtype, target, kernels, quantization, given, group)
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Tokenizer:
@@ -244,13 +254,15 @@ def _load_gguf(
     kernels: CpuKernels | None,
     quantization: str | None,
     given: Tokenizer | None,
+    group: Group | None,
 ) -> LoadedModel:
     if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         raise load_error(path, "model", "give the folder with config.json, or a .gguf file")
     source = GgufFile(str(path))
     config = config_from_gguf(source, path)
+    shard = _shard(config, group)
     family = model_class(config.architecture)
-    tokenizer = given or _gguf_tokenizer(source, path)
+    tokenizer = None if _samples_nothing(group) else given or _gguf_tokenizer(source, path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path)
     convert = partial(family.convert_gguf, config)
     full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_type)
@@ -263,12 +275,14 @@ def _load_gguf(
         device=device,
         kernels=kernels,
         quantization=quantization,
+        shard=shard,
     )
     tensors = family.expected_tensors(config)
     expected = ((name, family.gguf_name(name), shape) for name, shape in tensors)
     weights.check(expected, optional=family.gguf_factors)
-    module = family(config, weights)
-    return LoadedModel(name, path, config, module, tokenizer, vocab_size, chosen, device, kernels)
+    local = config if shard is None else shard.local_config
+    module = family(local, weights)
+    return LoadedModel(name, path, local, module, tokenizer, vocab_size, chosen, device, kernels)
 
 
 def _load_folder(
@@ -279,16 +293,18 @@ def _load_folder(
     kernels: CpuKernels | None,
     quantization: str | None,
     given: Tokenizer | None,
+    group: Group | None,
 ) -> LoadedModel:
     values = read_json(path / "config.json")
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.exists() else None
     config = config_from_hf(values, path / "config.json", generation)
+    shard = _shard(config, group)
     family = model_class(config.architecture)
     if not any(path.glob("*.safetensors")) and not (path / "model.safetensors.index.json").exists():
         raise load_error(path, "model.safetensors", _no_weights(path))
     source = SafetensorsCheckpoint(str(path))
-    tokenizer = given or _folder_tokenizer(path)
+    tokenizer = None if _samples_nothing(group) else given or _folder_tokenizer(path)
     vocab_size = _sampled_vocab(family, config, tokenizer, path / "tokenizer.json")
     convert = partial(family.convert_hf, config)
     full = _is_stored_in_full(source.tensor_names, source.tensor_shape, source.tensor_dtype)
@@ -301,15 +317,30 @@ def _load_folder(
         device=device,
         kernels=kernels,
         quantization=quantization,
+        shard=shard,
     )
     stored_head = f"{HEAD}.weight"
     tied = config.tie_word_embeddings and stored_head in source.tensor_names
     expected = ((name, name, shape) for name, shape in family.expected_tensors(config))
     weights.check(expected, optional=[stored_head] if tied else [])
-    if tied:
+    if tied and not _samples_nothing(group):  # once: it reads all of both
         weights.require_equal(f"{EMBEDDING}.weight", stored_head)
-    module = family(config, weights)
-    return LoadedModel(name, path, config, module, tokenizer, vocab_size, chosen, device, kernels)
+    local = config if shard is None else shard.local_config
+    module = family(local, weights)
+    return LoadedModel(name, path, local, module, tokenizer, vocab_size, chosen, device, kernels)
+
+
+def _shard(config: ModelConfig, group: Group | None) -> Shard | None:
+    """Return this rank's part of a model, which must be one that can be divided so."""
+    if group is None:
+        return None
+    check_split(config, group.size)
+    return Shard(config, group)
+
+
+def _samples_nothing(group: Group | None) -> bool:
+    """Say whether this process is a rank without text: all of that is rank 0's."""
+    return group is not None and group.rank > 0
 
 
 def _no_weights(path: Path) -> str:

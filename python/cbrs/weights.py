@@ -6,7 +6,7 @@ is refused at once and no half-built model is left behind.
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,10 @@ from torch import Tensor
 
 from cbrs._core import CpuKernels
 from cbrs.models.fields import load_error
+from cbrs.parallel.split import Shard
+
+if TYPE_CHECKING:
+    from cbrs.models.layers import Group
 
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """Older checkpoints store the rotary frequencies, which follow from the config."""
@@ -34,8 +38,11 @@ class TensorFile(Protocol):
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, `(out_features, in_features)` for a matrix."""
 
-    def tensor(self, name: str, dtype: str) -> Values:
-        """Return the values as float32, or as the bits of bfloat16 in uint16."""
+    def tensor(self, name: str, dtype: str, part: tuple[int, int, int] | None = None) -> Values:
+        """Return the values as float32, or as the bits of bfloat16 in uint16.
+
+        `part` is a dimension, and its first index and that behind its last.
+        """
 
 
 class CheckpointWeights:
@@ -51,10 +58,12 @@ class CheckpointWeights:
         device: torch.device,
         kernels: CpuKernels | None = None,
         quantization: str | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """Read from `source`, which was opened at `path`.
 
-        `kernels` and `quantization` are as in `models.layers.Weights`.
+        `kernels` and `quantization` are as in `models.layers.Weights`. With `shard` only that part
+        of each tensor is read.
 
         `convert` gets the Hugging Face name and the stored values of a tensor and returns those
         that the model uses.
@@ -63,10 +72,16 @@ class CheckpointWeights:
         self.device = device
         self.kernels = kernels
         self.quantization = quantization
+        self._shard = shard
         self._source = source
         self._path = path
         self._convert = convert
         self._names: dict[str, str] = {}
+
+    @property
+    def group(self) -> "Group | None":
+        """The ranks that the model is split among; None if this process has all of it."""
+        return None if self._shard is None else self._shard.group
 
     def check(
         self,
@@ -97,14 +112,28 @@ class CheckpointWeights:
         """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
         wanted = self.dtype if dtype is None else dtype
         bits = wanted == torch.bfloat16
-        stored = self._source.tensor(self._names[name], "bfloat16" if bits else "float32")
-        values = self._convert(name, stored)
+        values = self._values(name, "bfloat16" if bits else "float32")
         if not values.flags.writeable:
             values = values.copy()  # torch takes no read-only memory
         tensor = torch.from_numpy(values)
         if bits:
             tensor = tensor.view(torch.bfloat16)
         return tensor.to(device=self.device, dtype=wanted)
+
+    def _values(self, name: str, dtype: str) -> Values:
+        """Return what this process has of a tensor, as the model uses it."""
+        stored = self._names[name]
+        parts = []
+        if self._shard is not None:
+            parts = self._shard.parts(name, tuple(self._source.tensor_shape(stored)))
+        if not parts:
+            return self._convert(name, self._source.tensor(stored, dtype))
+        # A part is whole heads wherever rows are put into another order.
+        read: list[Any] = [
+            self._convert(name, self._source.tensor(stored, dtype, part)) for part in parts
+        ]
+        values: Values = read[0] if len(read) == 1 else np.concatenate(read, parts[0].dimension)
+        return values
 
     def require_equal(self, name: str, stored: str) -> None:
         """Refuse a checkpoint whose tensor `stored` is not bit for bit the tensor `name`."""

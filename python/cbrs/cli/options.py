@@ -12,6 +12,7 @@ from cbrs.sampling_params import SamplingParams
 
 _INT_OPTIONS = {
     "num_threads": "CPU threads",
+    "tensor_parallel_size": "GPUs that share the model, one process each",
     "num_blocks": "KV blocks in the pool",
     "kv_cache_bytes": "size of the KV pool (default: a quarter of the free memory, at most 4 GiB)",
     "block_size": "tokens per KV block",

@@ -24,6 +24,24 @@ _UPCAST_FROM_TOKENS = 4
 """From this many tokens on, a bfloat16 product without hardware support runs in float32."""
 
 
+class Group(Protocol):
+    """The ranks that a model is split among, as its layers use them."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this one."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the sum of all ranks'."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor] | None:
+        """Return every rank's `tensor`, None but on rank 0."""
+
+
 class Weights(Protocol):
     """Where a model reads its tensors from, by their Hugging Face names."""
 
@@ -42,6 +60,10 @@ class Weights(Protocol):
     @property
     def quantization(self) -> str | None:
         """ "int8" if matrices and embeddings are to be rounded to that, else None."""
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that the model is split among, of which `read` gives this one's part."""
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one tensor, which the caller owns; `dtype` overrides the type it runs in."""
@@ -101,11 +123,23 @@ class Linear(nn.Module):
 
     @classmethod
     def read(
-        cls, weights: Weights, prefixes: Sequence[str], bias: bool, num_parts: int = 1
+        cls,
+        weights: Weights,
+        prefixes: Sequence[str],
+        bias: bool,
+        num_parts: int = 1,
+        *,
+        splits_inputs: bool = False,
     ) -> "Linear":
-        """Read the projections called `prefixes` into one matrix, without a second copy of it."""
+        """Read the projections called `prefixes` into one matrix, without a second copy of it.
+
+        Among ranks, one that `splits_inputs` multiplies those that this rank has, and gives the
+        whole result to all; others give this rank's outputs.
+        """
         matrix = _join([read_matrix(weights, f"{prefix}.weight") for prefix in prefixes])
         offset = _join([weights.read(f"{prefix}.bias") for prefix in prefixes]) if bias else None
+        if splits_inputs and weights.group is not None:
+            return SummedLinear(matrix, offset, weights.group)
         return cls(
             matrix,
             offset,
@@ -185,6 +219,39 @@ class Embedding(nn.Module):
         if self._plain is None:
             raise RuntimeError("the table is packed")
         return self._plain
+
+
+class SummedLinear(Linear):
+    """One rank's inputs of a product, which is the sum of all ranks' and the same on each."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
+        """Take `weight` `[out_features, own_inputs]` and the whole `bias` `[out_features]`."""
+        super().__init__(weight)
+        self._whole_bias = bias
+        self._group = group
+
+    def _product(self, inputs: Tensor) -> Tensor:
+        out = super()._product(inputs)
+        self._group.sum(out)
+        return out if self._whole_bias is None else out + self._whole_bias
+
+
+class SplitHead(Linear):
+    """One rank's rows of the head. Rank 0 gets the logits of all; on the others there are none."""
+
+    def __init__(self, weight: Tensor, num_rows: int, vocab_size: int, group: Group) -> None:
+        """Take `weight` `[own_rows, hidden_size]`, which is filled up to `num_rows`, as all are."""
+        missing = num_rows - len(weight)
+        super().__init__(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
+        self._vocab_size = vocab_size
+        self._group = group
+
+    def forward(self, inputs: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return `[num_tokens, vocab_size]` on rank 0, else `[0, vocab_size]`."""
+        gathered = self._group.gather(super().forward(inputs, residual))
+        if gathered is None:
+            return inputs.new_empty((0, self._vocab_size))
+        return torch.cat(gathered, dim=-1)[:, : self._vocab_size]
 
 
 class TiedHead(Linear):

@@ -21,16 +21,19 @@ from cbrs.models.fields import Fields
 from cbrs.models.layers import (
     Angles,
     Embedding,
+    Group,
     HeadNorm,
     Linear,
     RMSNorm,
     RotaryEmbedding,
+    SplitHead,
     TiedHead,
     Weights,
     activation,
     read_matrix,
     rotate,
 )
+from cbrs.parallel.split import rows_of_head, vocab_part
 from cbrs.weights import Values
 
 EMBEDDING = "model.embed_tokens"
@@ -66,10 +69,14 @@ class LlamaLayer(nn.Module):
         self.head_dim = config.head_dim
         qkv = [f"{prefix}.self_attn.{name}" for name in self.qkv_names]
         self.qkv = Linear.read(weights, qkv, config.attention_bias)
-        self.out = Linear.read(weights, [f"{prefix}.self_attn.o_proj"], config.output_bias)
+        self.out = Linear.read(
+            weights, [f"{prefix}.self_attn.o_proj"], config.output_bias, splits_inputs=True
+        )
         gate_up = [f"{prefix}.mlp.{name}" for name in self.gate_up_names]
         self.gate_up = Linear.read(weights, gate_up, config.mlp_bias, num_parts=2)
-        self.down = Linear.read(weights, [f"{prefix}.mlp.down_proj"], config.mlp_bias)
+        self.down = Linear.read(
+            weights, [f"{prefix}.mlp.down_proj"], config.mlp_bias, splits_inputs=True
+        )
         self.activation = activation(config.hidden_act)
         self.attention_norm = RMSNorm(weights, f"{prefix}.input_layernorm.weight", eps)
         self.mlp_norm = RMSNorm(weights, f"{prefix}.post_attention_layernorm.weight", eps)
@@ -122,6 +129,19 @@ class LlamaLayer(nn.Module):
         """Return the inner state of the MLP, `[num_tokens, intermediate_size]`."""
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
         return self.activation(gate).mul_(up)
+
+
+def _split_head(
+    config: ModelConfig, weights: Weights, group: Group, tied: Tensor | None, dtype: torch.dtype
+) -> SplitHead:
+    """Return a rank's part of the head; of the embedding `tied`, if it is that."""
+    if tied is None:
+        matrix = weights.read(f"{HEAD}.weight", dtype)
+    else:
+        begin, end = vocab_part(config.vocab_size, group)
+        matrix = tied[begin:end].to(dtype)
+    num_rows = rows_of_head(config.vocab_size, group.size)
+    return SplitHead(matrix, num_rows, config.vocab_size, group)
 
 
 def _weight_of(norm: RMSNorm | None) -> npt.NDArray[np.float32] | None:
@@ -179,6 +199,9 @@ class LlamaForCausalLM(nn.Module):
             head = EMBEDDING if config.tie_word_embeddings else HEAD
             matrix = read_matrix(weights, f"{head}.weight")
             self.head = Linear(matrix, kernels=kernels, quantization=quantization)
+        elif weights.group is not None:
+            tied = self.embedding.plain if config.tie_word_embeddings else None
+            self.head = _split_head(config, weights, weights.group, tied, head_type)
         elif config.tie_word_embeddings:
             self.head = Linear(self.embedding.plain.to(head_type))
         else:

@@ -8,6 +8,7 @@
 //!    processes do not meet here.
 
 use std::num::NonZero;
+use std::ops::Range;
 use std::thread;
 
 use half::{bf16, f16};
@@ -69,55 +70,97 @@ impl RowOrder {
     }
 }
 
-/// Decodes `bytes`, which hold `elements` numbers in rows of `row_elements`.
+/// What of a vector or a matrix is read: indices of one of its dimensions, and of the other all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// 0 or 1.
+    pub dimension: usize,
+    /// Indices of it; not beyond its size.
+    pub range: Range<usize>,
+}
+
+impl Part {
+    /// Returns whether a tensor of this shape has the part; of more than two dimensions none has.
+    pub fn is_of(&self, shape: &[usize]) -> bool {
+        let size = shape.get(self.dimension).copied().filter(|_| shape.len() <= 2);
+        size.is_some_and(|size| self.range.start <= self.range.end && self.range.end <= size)
+    }
+
+    /// Returns the rows and the columns that it is, for a tensor that is stored in `rows` of `row_elements`.
+    fn of_rows(&self, shape: &[usize], rows: usize, row_elements: usize) -> (Range<usize>, Range<usize>) {
+        assert!(self.is_of(shape), "{shape:?} has no {:?} in dimension {}", self.range, self.dimension);
+        // A vector is one row, unless its elements are put into another order.
+        let is_row = shape.len() == 1 && row_elements > 1;
+        if is_row || self.dimension == 1 {
+            (0..rows, self.range.clone())
+        } else {
+            (self.range.clone(), 0..row_elements)
+        }
+    }
+}
+
+/// Decodes `bytes`, which hold a tensor of `shape` in rows of `row_elements`, or a part of it.
 ///
-/// The caller has checked that `bytes` is exactly what [`Encoding::byte_len`] asks for.
+/// Nothing else of `bytes` is read. The caller has checked that they are exactly what [`Encoding::byte_len`] asks for.
 pub(crate) fn decode<T: Element>(
     encoding: Encoding,
     bytes: &[u8],
-    elements: usize,
+    shape: &[usize],
     row_elements: usize,
     order: RowOrder,
+    part: Option<&Part>,
 ) -> Vec<T> {
+    let stored: usize = shape.iter().product();
+    let stored_rows = stored.checked_div(row_elements).unwrap_or(0);
+    let whole = (0..stored_rows, 0..row_elements);
+    let (rows, columns) = part.map_or(whole, |part| part.of_rows(shape, stored_rows, row_elements));
+    let elements = rows.len() * columns.len();
     let mut values = vec![T::default(); elements];
     if elements == 0 {
         return values;
     }
-    let rows = elements / row_elements;
     let threads = thread::available_parallelism()
         .map_or(1, NonZero::get)
         .min(MAX_THREADS)
         .min(elements / MIN_ELEMENTS_PER_THREAD)
-        .clamp(1, rows);
-    let job = Rows { encoding, bytes, row_bytes: bytes.len() / rows, row_elements, order };
-    let rows_per_thread = rows.div_ceil(threads);
+        .clamp(1, rows.len());
+    let rows_per_thread = rows.len().div_ceil(threads);
+    let first_row = rows.start;
+    let row_bytes = bytes.len() / stored_rows;
+    let row_values = columns.len();
+    let job = Rows { encoding, bytes, row_bytes, row_elements, columns, order };
     thread::scope(|scope| {
-        let mut chunks = values.chunks_mut(rows_per_thread * row_elements).enumerate();
+        let mut chunks = values.chunks_mut(rows_per_thread * row_values).enumerate();
         // The calling thread takes the first chunk itself.
         let first = chunks.next();
+        let job = &job;
         for (chunk, values) in chunks {
-            scope.spawn(move || job.decode(chunk * rows_per_thread, values));
+            scope.spawn(move || job.decode(first_row + chunk * rows_per_thread, values));
         }
         if let Some((_, values)) = first {
-            job.decode(0, values);
+            job.decode(first_row, values);
         }
     });
     values
 }
 
-/// The stored rows of one tensor.
-#[derive(Clone, Copy)]
+/// The stored rows of one tensor, and the columns of them that are wanted.
 struct Rows<'a> {
     encoding: Encoding,
     bytes: &'a [u8],
     row_bytes: usize,
     row_elements: usize,
+    columns: Range<usize>,
     order: RowOrder,
 }
 
 impl Rows<'_> {
     /// Decodes the output rows from `first_row` on into `values`.
     fn decode<T: Element>(&self, first_row: usize, values: &mut [T]) {
+        if self.columns.len() < self.row_elements {
+            self.decode_columns(first_row, values);
+            return;
+        }
         if self.order == RowOrder::AsStored {
             let begin = first_row * self.row_bytes;
             let length = values.len() / self.row_elements * self.row_bytes;
@@ -127,6 +170,21 @@ impl Rows<'_> {
         for (row, values) in values.chunks_exact_mut(self.row_elements).enumerate() {
             let begin = self.order.stored_row(first_row + row) * self.row_bytes;
             decode_run(self.encoding, &self.bytes[begin..begin + self.row_bytes], values);
+        }
+    }
+
+    /// The same for some columns: the blocks that hold them are decoded, and what is beside them dropped.
+    fn decode_columns<T: Element>(&self, first_row: usize, values: &mut [T]) {
+        let size = self.encoding.block_elements();
+        let blocks = self.columns.start / size..self.columns.end.div_ceil(size);
+        let skipped = self.columns.start - blocks.start * size;
+        let mut decoded = vec![T::default(); blocks.len() * size];
+        for (row, values) in values.chunks_exact_mut(self.columns.len()).enumerate() {
+            let begin = self.order.stored_row(first_row + row) * self.row_bytes;
+            let begin = begin + blocks.start * self.encoding.block_bytes();
+            let end = begin + blocks.len() * self.encoding.block_bytes();
+            decode_run(self.encoding, &self.bytes[begin..end], &mut decoded);
+            values.copy_from_slice(&decoded[skipped..skipped + values.len()]);
         }
     }
 }
@@ -174,6 +232,36 @@ fn quantised<T: Element, const ELEMENTS: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn part(dimension: usize, range: Range<usize>) -> Part {
+        Part { dimension, range }
+    }
+
+    #[test]
+    fn a_part_is_inside_a_vector_or_a_matrix() {
+        assert!(part(0, 0..0).is_of(&[0]));
+        assert!(part(0, 1..3).is_of(&[3]) && part(1, 2..4).is_of(&[1, 4]));
+        assert!(!part(0, 1..4).is_of(&[3]) && !part(1, 0..1).is_of(&[3]) && !part(0, 0..0).is_of(&[]));
+        #[allow(clippy::reversed_empty_ranges)]
+        let reversed = part(0, 2..1);
+        assert!(!reversed.is_of(&[3]));
+        assert!(!part(0, 0..1).is_of(&[1, 1, 1]));
+    }
+
+    #[test]
+    fn parts_of_interleaved_heads_and_of_their_biases_are_those_of_the_whole() {
+        let stored: Vec<u8> = (0..24).flat_map(|number| (number as f32).to_le_bytes()).collect();
+        let order = RowOrder::Interleaved { head_rows: 4 };
+        let read =
+            |shape: &[usize], row, part: Option<&Part>| decode::<f32>(Encoding::F32, &stored, shape, row, order, part);
+        let whole = read(&[12, 2], 2, None);
+        assert_eq!(whole[..8], [0.0, 1.0, 4.0, 5.0, 2.0, 3.0, 6.0, 7.0]);
+        assert_eq!(read(&[12, 2], 2, Some(&part(0, 3..9))), whole[6..18]);
+        let second: Vec<f32> = whole.iter().copied().skip(1).step_by(2).collect();
+        assert_eq!(read(&[12, 2], 2, Some(&part(1, 1..2))), second);
+        assert_eq!(read(&[24], 1, Some(&part(0, 5..7))), read(&[24], 1, None)[5..7]);
+        assert_eq!(read(&[24], 1, Some(&part(0, 5..5))), [] as [f32; 0]);
+    }
 
     #[test]
     fn rounding_to_bfloat16_is_to_nearest_even_for_all_upper_halves() {

@@ -40,5 +40,6 @@ mod limits;
 mod mapped;
 pub mod safetensors;
 
+pub use decode::Part;
 pub use encoding::Encoding;
 pub use error::{Error, ErrorKind, Result};

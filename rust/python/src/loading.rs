@@ -5,9 +5,9 @@
 
 use std::path::PathBuf;
 
-use cbrs_loading::Error;
 use cbrs_loading::gguf::{GgufFile as RustGgufFile, Value};
 use cbrs_loading::safetensors::Checkpoint;
+use cbrs_loading::{Error, Part};
 use numpy::{Element, PyArray1, PyArrayMethods, PyUntypedArray};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,17 +22,29 @@ fn to_py(error: &Error) -> PyErr {
     model_load_error(error.to_string(), error.file(), error.field())
 }
 
-/// Decodes a tensor to the type that `dtype` names, without the GIL, and gives it its shape.
+/// Decodes a tensor, or a part of it, to the type that `dtype` names, without the GIL, and gives it its shape.
 fn decoded<'py>(
     py: Python<'py>,
     dtype: &str,
     shape: &[usize],
-    to_f32: impl FnOnce() -> Result<Vec<f32>, Error> + Send,
-    to_bf16: impl FnOnce() -> Result<Vec<u16>, Error> + Send,
+    part: Option<(usize, usize, usize)>,
+    to_f32: impl FnOnce(Option<&Part>) -> Result<Vec<f32>, Error> + Send,
+    to_bf16: impl FnOnce(Option<&Part>) -> Result<Vec<u16>, Error> + Send,
 ) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let mut shape = shape.to_vec();
+    let part = part.map(|(dimension, start, end)| Part { dimension, range: start..end });
+    if let Some(part) = &part {
+        if !part.is_of(&shape) {
+            let message =
+                format!("part ({}, {}, {}) is outside {shape:?}", part.dimension, part.range.start, part.range.end);
+            return Err(PyValueError::new_err(message));
+        }
+        shape[part.dimension] = part.range.len();
+    }
+    let part = part.as_ref();
     match dtype {
-        "float32" => array(py, py.detach(to_f32).map_err(|error| to_py(&error))?, shape),
-        "bfloat16" => array(py, py.detach(to_bf16).map_err(|error| to_py(&error))?, shape),
+        "float32" => array(py, py.detach(|| to_f32(part)).map_err(|error| to_py(&error))?, &shape),
+        "bfloat16" => array(py, py.detach(|| to_bf16(part)).map_err(|error| to_py(&error))?, &shape),
         other => {
             let message = format!("dtype must be \"float32\" or \"bfloat16\", is {other:?}");
             Err(PyValueError::new_err(message))
@@ -97,10 +109,26 @@ impl GgufFile {
 
     /// A tensor as float32, or as the bits of bfloat16 in uint16 (rounded to nearest even). Query and
     /// key rows of the llama architecture come in the order of Hugging Face models.
-    #[pyo3(signature = (name, dtype="float32"))]
-    fn tensor<'py>(&self, py: Python<'py>, name: &str, dtype: &str) -> PyResult<Bound<'py, PyUntypedArray>> {
+    ///
+    /// `part` is (dimension, begin, end): only these indices of it are read, of a vector or a matrix. `ValueError` if they are outside.
+    #[pyo3(signature = (name, dtype="float32", part=None))]
+    fn tensor<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        dtype: &str,
+        part: Option<(usize, usize, usize)>,
+    ) -> PyResult<Bound<'py, PyUntypedArray>> {
         let shape = &self.0.tensor(name).map_err(|error| to_py(&error))?.shape;
-        decoded(py, dtype, shape, || self.0.tensor_f32(name), || self.0.tensor_bf16(name))
+        let to_f32 = |part: Option<&Part>| match part {
+            None => self.0.tensor_f32(name),
+            Some(part) => self.0.part_f32(name, part),
+        };
+        let to_bf16 = |part: Option<&Part>| match part {
+            None => self.0.tensor_bf16(name),
+            Some(part) => self.0.part_bf16(name, part),
+        };
+        decoded(py, dtype, shape, part, to_f32, to_bf16)
     }
 
     /// The tokenizer of the file as the text of a Hugging Face `tokenizer.json`.
@@ -181,10 +209,26 @@ impl SafetensorsCheckpoint {
 
     /// A tensor of type F32, F16 or BF16 as float32, or as the bits of bfloat16 in uint16 (rounded to
     /// nearest even).
-    #[pyo3(signature = (name, dtype="float32"))]
-    fn tensor<'py>(&self, py: Python<'py>, name: &str, dtype: &str) -> PyResult<Bound<'py, PyUntypedArray>> {
+    ///
+    /// `part` is (dimension, begin, end): only these indices of it are read, of a vector or a matrix. `ValueError` if they are outside.
+    #[pyo3(signature = (name, dtype="float32", part=None))]
+    fn tensor<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        dtype: &str,
+        part: Option<(usize, usize, usize)>,
+    ) -> PyResult<Bound<'py, PyUntypedArray>> {
         let shape = &self.0.tensor(name).map_err(|error| to_py(&error))?.shape;
-        decoded(py, dtype, shape, || self.0.tensor_f32(name), || self.0.tensor_bf16(name))
+        let to_f32 = |part: Option<&Part>| match part {
+            None => self.0.tensor_f32(name),
+            Some(part) => self.0.part_f32(name, part),
+        };
+        let to_bf16 = |part: Option<&Part>| match part {
+            None => self.0.tensor_bf16(name),
+            Some(part) => self.0.part_bf16(name, part),
+        };
+        decoded(py, dtype, shape, part, to_f32, to_bf16)
     }
 
     fn __repr__(&self) -> String {

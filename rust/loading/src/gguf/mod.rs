@@ -22,7 +22,7 @@ mod value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::decode::{Element, decode};
+use crate::decode::{Element, Part, decode};
 use crate::mapped::MappedFile;
 use crate::{Error, ErrorKind, Result};
 use header::Header;
@@ -111,7 +111,7 @@ impl GgufFile {
     /// # Errors
     /// `Missing`; and what [`Self::tensor_bf16`] lists.
     pub fn tensor_f32(&self, name: &str) -> Result<Vec<f32>> {
-        self.decode_tensor(name)
+        self.decode_tensor(name, None)
     }
 
     /// Decodes a tensor to the bits of bfloat16, rounded to nearest, ties to even.
@@ -120,16 +120,37 @@ impl GgufFile {
     /// `Missing`; for query and key projections of the llama architecture also what is wrong with the
     /// head counts in the metadata, because the order of the rows depends on them.
     pub fn tensor_bf16(&self, name: &str) -> Result<Vec<u16>> {
-        self.decode_tensor(name)
+        self.decode_tensor(name, None)
     }
 
-    fn decode_tensor<T: Element>(&self, name: &str) -> Result<Vec<T>> {
+    /// Decodes a part of a tensor as [`Self::tensor_f32`] does the whole; the rest of the file is not read.
+    ///
+    /// # Errors
+    /// `Missing`; and what [`Self::tensor_bf16`] lists.
+    ///
+    /// # Panics
+    /// If the tensor has no such part ([`Part::is_of`]).
+    pub fn part_f32(&self, name: &str, part: &Part) -> Result<Vec<f32>> {
+        self.decode_tensor(name, Some(part))
+    }
+
+    /// Decodes a part of a tensor as [`Self::tensor_bf16`] does the whole; the rest of the file is not read.
+    ///
+    /// # Errors
+    /// `Missing`; and what [`Self::tensor_bf16`] lists.
+    ///
+    /// # Panics
+    /// If the tensor has no such part ([`Part::is_of`]).
+    pub fn part_bf16(&self, name: &str, part: &Part) -> Result<Vec<u16>> {
+        self.decode_tensor(name, Some(part))
+    }
+
+    fn decode_tensor<T: Element>(&self, name: &str, part: Option<&Part>) -> Result<Vec<T>> {
         let info = self.tensor(name)?;
         let order = rows::order(self, info)?;
         let bytes = &self.map.bytes()[info.begin..info.begin + info.bytes];
-        let elements = info.shape.iter().product();
         let row = rows::row_elements(info, order);
-        Ok(decode(info.encoding, bytes, elements, row, order))
+        Ok(decode(info.encoding, bytes, &info.shape, row, order, part))
     }
 
     /// Returns the tokenizer as the text of a Hugging Face `tokenizer.json`.

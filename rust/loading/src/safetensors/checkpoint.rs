@@ -18,6 +18,7 @@ use serde::Deserialize;
 
 use super::header::UniqueKeys;
 use super::{SafetensorsFile, TensorInfo};
+use crate::decode::Part;
 use crate::error::shown;
 use crate::limits::MAX_JSON_BYTES;
 use crate::mapped::MappedFile;
@@ -131,6 +132,28 @@ impl Checkpoint {
     /// `Missing`, `UnsupportedTensorType`.
     pub fn tensor_bf16(&self, name: &str) -> Result<Vec<u16>> {
         self.file_of(name)?.tensor_bf16(name)
+    }
+
+    /// Decodes a part of a tensor to float32; see [`SafetensorsFile::part_f32`].
+    ///
+    /// # Errors
+    /// `Missing`, `UnsupportedTensorType`.
+    ///
+    /// # Panics
+    /// If the tensor has no such part ([`Part::is_of`]).
+    pub fn part_f32(&self, name: &str, part: &Part) -> Result<Vec<f32>> {
+        self.file_of(name)?.part_f32(name, part)
+    }
+
+    /// Decodes a part of a tensor to the bits of bfloat16; see [`SafetensorsFile::part_bf16`].
+    ///
+    /// # Errors
+    /// `Missing`, `UnsupportedTensorType`.
+    ///
+    /// # Panics
+    /// If the tensor has no such part ([`Part::is_of`]).
+    pub fn part_bf16(&self, name: &str, part: &Part) -> Result<Vec<u16>> {
+        self.file_of(name)?.part_bf16(name, part)
     }
 
     fn file_of(&self, name: &str) -> Result<&SafetensorsFile> {

@@ -13,7 +13,7 @@ mod header;
 use std::collections::HashMap;
 use std::path::Path;
 
-use crate::decode::{Element, RowOrder, decode};
+use crate::decode::{Element, Part, RowOrder, decode};
 use crate::mapped::MappedFile;
 use crate::{Error, ErrorKind, Result};
 
@@ -65,7 +65,7 @@ impl SafetensorsFile {
     /// # Errors
     /// `Missing`, `UnsupportedTensorType`.
     pub fn tensor_f32(&self, name: &str) -> Result<Vec<f32>> {
-        self.decode_tensor(name)
+        self.decode_tensor(name, None)
     }
 
     /// Decodes a tensor of type F32, F16 or BF16 to the bits of bfloat16, rounded to nearest, ties to
@@ -74,19 +74,40 @@ impl SafetensorsFile {
     /// # Errors
     /// `Missing`, `UnsupportedTensorType`.
     pub fn tensor_bf16(&self, name: &str) -> Result<Vec<u16>> {
-        self.decode_tensor(name)
+        self.decode_tensor(name, None)
     }
 
-    fn decode_tensor<T: Element>(&self, name: &str) -> Result<Vec<T>> {
+    /// Decodes a part of a tensor as [`Self::tensor_f32`] does the whole; the rest of the file is not read.
+    ///
+    /// # Errors
+    /// `Missing`, `UnsupportedTensorType`.
+    ///
+    /// # Panics
+    /// If the tensor has no such part ([`Part::is_of`]).
+    pub fn part_f32(&self, name: &str, part: &Part) -> Result<Vec<f32>> {
+        self.decode_tensor(name, Some(part))
+    }
+
+    /// Decodes a part of a tensor as [`Self::tensor_bf16`] does the whole; the rest of the file is not read.
+    ///
+    /// # Errors
+    /// `Missing`, `UnsupportedTensorType`.
+    ///
+    /// # Panics
+    /// If the tensor has no such part ([`Part::is_of`]).
+    pub fn part_bf16(&self, name: &str, part: &Part) -> Result<Vec<u16>> {
+        self.decode_tensor(name, Some(part))
+    }
+
+    fn decode_tensor<T: Element>(&self, name: &str, part: Option<&Part>) -> Result<Vec<T>> {
         let info = self.tensor(name)?;
         let encoding = info.dtype.encoding().ok_or_else(|| {
             let kind = ErrorKind::UnsupportedTensorType { name: info.dtype.name().to_owned() };
             self.error(name, kind)
         })?;
         let bytes = &self.map.bytes()[info.begin..info.begin + info.bytes];
-        let elements = info.shape.iter().product();
         let row = info.shape.last().copied().unwrap_or(1);
-        Ok(decode(encoding, bytes, elements, row, RowOrder::AsStored))
+        Ok(decode(encoding, bytes, &info.shape, row, RowOrder::AsStored, part))
     }
 
     fn error(&self, tensor: &str, kind: ErrorKind) -> Error {
