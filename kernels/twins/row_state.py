@@ -85,10 +85,11 @@ def change_logits(
         own.copy_(logits[logits_index[sample], :vocab_size])
         unusable[sample] = int(not own.max().isfinite())
         impossible = own.isinf()
-        _add_bias(own, state, row)
-        _penalise(own, state, row)
         limit = torch.finfo(torch.float32).max
-        own.copy_(torch.where(impossible, own, own.clamp(-limit, limit)))
+        for change in (_add_bias, _penalise):
+            before = own.clone()
+            change(own, state, row)
+            own.copy_(torch.where(impossible, before, own.clamp(-limit, limit)))
         banned = _known(_values(state.banned_ids, state.banned_start, state.banned_length, row), own)
         num_outputs = int(positions[sample])
         if num_outputs < int(state.min_tokens[row]):
