@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .on_device import choose_on
+from .launch import choose, device_of
 from .sampling import check_logits, sample_workspace_size, workspace_of
 from .select import CAPACITY, DEPTHS, collect, largest_of, profile
 from .twins.sampling import MAX_LOGPROBS
@@ -30,6 +30,7 @@ def logprobs_kernel(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row a program."""
     place = tl.program_id(0).to(tl.int64)
     index = tl.load(index_ptr + place)
     if index >= 0:
@@ -60,16 +61,17 @@ def logprobs_kernel(
                 number_ptr = own_ptr.to(tl.pointer_type(tl.float32))
                 source_ptr = row_ptr
                 size = vocab_size
-                is_narrow = (cut > float("-inf")).to(tl.int32)
-                if is_narrow != 0:
+                num_listed = 0
+                if cut > float("-inf"):
                     size = collect(row_ptr, vocab_size, cut, number_ptr, own_ptr + CAPACITY, BLOCK)
+                    num_listed = size
                     source_ptr = number_ptr
                 _best(
                     ids_ptr + out + 1,
                     values_ptr + out + 1,
                     source_ptr,
                     own_ptr + CAPACITY,
-                    is_narrow,
+                    num_listed,
                     size,
                     num_logprobs,
                     largest,
@@ -100,7 +102,7 @@ def _best(
     out_values_ptr,
     number_ptr,
     id_ptr,
-    has_ids,
+    num_listed,
     size,
     num_logprobs,
     largest,
@@ -126,7 +128,7 @@ def _best(
         if found_place != _LAST_ID:  # else there are no more: the last one again
             last, last_place = found, found_place
         token = last_place
-        if has_ids != 0:
+        if num_listed > 0:
             token = tl.load(id_ptr + last_place)
         tl.store(out_ids_ptr + column, token)
         tl.store(out_values_ptr + column, tl.maximum(last - largest - log_total, _FLOOR))
@@ -155,7 +157,7 @@ def logprobs(
         return
     check_logits(logits, vocab_size)
     workspace = workspace_of(workspace, sample_workspace_size(num_rows), logits.device)
-    launch = choose_on(logits.device, "logprobs")
+    launch = choose("logprobs", device_of(logits.device).capability)
     logprobs_kernel[(num_rows,)](
         ids,
         values,
@@ -169,6 +171,5 @@ def logprobs(
         columns - 1,
         CAPACITY=CAPACITY,
         **launch.constants,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .on_device import choose_on
+from .launch import choose, device_of
 
 MAX_WIDTH = 16_384
 """Widest row that a norm takes."""
@@ -19,6 +19,7 @@ MAX_WIDTH = 16_384
 
 @triton.jit
 def rms_norm_kernel(out_ptr, hidden_ptr, weight_ptr, width, eps, BLOCK: tl.constexpr):
+    """One row a program."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -40,6 +41,7 @@ def fused_add_rms_norm_kernel(
     HAS_ADDED_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row a program."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -57,19 +59,21 @@ def fused_add_rms_norm_kernel(
 
 @triton.jit
 def gated_kernel(out_ptr, gate_up_ptr, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of one row a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate_ptr = gate_up_ptr + row * 2 * width + column
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
+    inner = gate
     if IS_GELU:
         # (1 + tanh(y)) / 2 = sigmoid(2 y), with 2 sqrt(2 / pi) in front
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        inner = gate
     active = gate * tl.sigmoid(inner)
-    tl.store(out_ptr + row * width + column, (active * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        out_ptr + row * width + column, (active * up).to(out_ptr.dtype.element_ty), mask=inside
+    )
 
 
 def rms_norm(out: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> None:
@@ -77,9 +81,15 @@ def rms_norm(out: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> None:
     num_tokens, width = _check_norm(out, hidden, weight)
     if num_tokens == 0:
         return
-    launch = choose_on(hidden.device, "rms_norm", width=width)
+    launch = choose("rms_norm", device_of(hidden.device).capability, width=width)
     rms_norm_kernel[(num_tokens,)](
-        out, hidden, weight, width, eps, BLOCK=triton.next_power_of_2(width), num_warps=launch.num_warps, num_stages=launch.num_stages,
+        out,
+        hidden,
+        weight,
+        width,
+        eps,
+        BLOCK=triton.next_power_of_2(width),
+        **launch.options,
     )
 
 
@@ -98,7 +108,7 @@ def fused_add_rms_norm(
         raise ValueError(f"residual is {residual.dtype}: the sum between layers must be float32")
     if num_tokens == 0:
         return
-    launch = choose_on(residual.device, "fused_add_rms_norm", width=width)
+    launch = choose("fused_add_rms_norm", device_of(residual.device).capability, width=width)
     fused_add_rms_norm_kernel[(num_tokens,)](
         out,
         residual,
@@ -109,7 +119,7 @@ def fused_add_rms_norm(
         eps,
         HAS_ADDED_WEIGHT=added_weight is not None,
         BLOCK=triton.next_power_of_2(width),
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )
 
 
@@ -133,10 +143,15 @@ def _gated(out: Tensor, gate_up: Tensor, *, is_gelu: bool) -> None:
     _check_contiguous(out=out, gate_up=gate_up)
     if num_tokens == 0:
         return
-    launch = choose_on(out.device, "gated", width=width)
+    launch = choose("gated", device_of(out.device).capability, width=width)
     grid = (num_tokens, triton.cdiv(width, launch.constants["BLOCK"]))
     gated_kernel[grid](
-        out, gate_up, width, IS_GELU=is_gelu, **launch.constants, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        out,
+        gate_up,
+        width,
+        IS_GELU=is_gelu,
+        **launch.constants,
+        **launch.options,
     )
 
 

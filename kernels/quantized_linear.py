@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .on_device import choose_on, dot_type
+from .dot_type import dot_type
+from .launch import choose, device_of
 from .twins.quantized_linear import QuantizedWeight
 
 _PROGRAMS = 256
@@ -44,6 +45,7 @@ def quantized_linear_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):
+    """A tile of outputs for a tile of tokens, over one split of the inputs."""
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     split = tl.program_id(2).to(tl.int64)
@@ -102,6 +104,7 @@ def add_splits_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Add up the sums of all splits, in their order."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     total = tl.zeros([BLOCK], tl.float32)
@@ -142,13 +145,7 @@ def quantized_linear(
     _check(out, inputs, weight, bias)
     if num_tokens == 0:
         return
-    launch = choose_on(
-        inputs.device,
-        "quantized_linear",
-        num_tokens=num_tokens,
-        bits=weight.bits,
-        group_size=weight.group_size,
-    )
+    launch = choose("quantized_linear", device_of(inputs.device).capability, bits=weight.bits)
     num_groups = in_features // weight.group_size
     splits = _num_splits(num_tokens, weight)
     partial = out
@@ -173,12 +170,12 @@ def quantized_linear(
         DOT_TYPE=dot_type(inputs.dtype),
         BLOCK_TOKENS=tokens,
         BLOCK_OUT=block_out,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
     if splits > 1:
         size = num_tokens * out_features
-        add_splits_kernel[(triton.cdiv(size, _ADD_BLOCK),)](
+        launch = choose("add_splits", device_of(inputs.device).capability)
+        add_splits_kernel[(triton.cdiv(size, launch.constants["BLOCK"]),)](
             out,
             partial,
             weight.scales if bias is None else bias,
@@ -186,27 +183,27 @@ def quantized_linear(
             out_features,
             splits,
             HAS_BIAS=bias is not None,
-            BLOCK=_ADD_BLOCK,
-            num_warps=4,
+            **launch.constants,
+            **launch.options,
         )
 
 
-_ADD_BLOCK = 512
 _TILE_OUT = 64
 """Outputs of a tile that splits are counted by, whatever the launch table says."""
 
 
 def _tokens_of_tile(num_tokens: int) -> int:
-    return min(max(triton.next_power_of_2(num_tokens), 16), _MAX_TOKENS_OF_TILE)
+    # at least 16, which is what tensor cores multiply at once
+    return min(16 << max((num_tokens - 1) // 16, 0).bit_length(), _MAX_TOKENS_OF_TILE)
 
 
 def _num_splits(num_tokens: int, weight: QuantizedWeight) -> int:
-    tiles = triton.cdiv(weight.out_features, _TILE_OUT)
-    tiles *= triton.cdiv(num_tokens, _tokens_of_tile(num_tokens))
+    tiles = -(-weight.out_features // _TILE_OUT)
+    tiles *= -(-num_tokens // _tokens_of_tile(num_tokens))
     most = min(_MAX_SPLITS, max(weight.in_features // _LEAST_INPUTS, 1))
     splits = max(min(_PROGRAMS // tiles, most), 1)
     groups = weight.in_features // weight.group_size
-    return int(triton.cdiv(groups, triton.cdiv(groups, splits)))  # none without groups
+    return -(-groups // -(-groups // splits))  # no split without groups
 
 
 def _partial(workspace: Tensor | None, size: int, device: torch.device) -> Tensor:

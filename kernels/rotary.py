@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .on_device import choose_on
+from .launch import choose, device_of
 from .twins.kv_cache import FP8, QUANTIZED, SCALE_BYTES
 
 _KINDS = {torch.int8: 1, FP8: 2}
+_LEAST_FP8 = (8, 9)
 
 
 @triton.jit
@@ -44,6 +45,7 @@ def rotary_kv_write_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
+    """One token and `BLOCK_HEADS` heads of one kind a program."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     query_parts = tl.cdiv(num_heads, BLOCK_HEADS)
@@ -192,9 +194,13 @@ def rotary_kv_write(
     if num_tokens == 0:
         return
     quantization = _KINDS.get(key_cache.dtype, 0)
-    launch = choose_on(
-        qkv.device, "rotary_kv_write", head_dim=head_dim, quantized=quantization != 0
-    )
+    capability = device_of(qkv.device).capability
+    if key_cache.dtype == FP8 and capability < _LEAST_FP8:
+        raise ValueError(
+            f"an fp8 cache needs compute capability {_LEAST_FP8[0]}.{_LEAST_FP8[1]} or more, this "
+            f"device has {capability[0]}.{capability[1]}: use int8"
+        )
+    launch = choose("rotary_kv_write", capability, head_dim=head_dim)
     heads = launch.constants["BLOCK_HEADS"]
     parts = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
     nothing = slot_mapping
@@ -224,7 +230,7 @@ def rotary_kv_write(
         **launch.constants,
         # A product must not be fused with the sum that rounds it: the twin rounds twice.
         enable_fp_fusion=False,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        **launch.options,
     )
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .on_device import choose_on
+from .launch import choose, device_of
 from .twins.row_state import RowState
 
 _WORD_BLOCK = tl.constexpr(32)
@@ -52,6 +52,7 @@ def change_logits_kernel(
     BLOCK: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
 ):
+    """One sample a program."""
     sample = tl.program_id(0)
     row = tl.load(rows_ptr + sample)
     if row >= 0:
@@ -149,6 +150,7 @@ def record_tokens_kernel(
     output_ids_ptr,
     LIST_BLOCK: tl.constexpr,
 ):
+    """One sample a program."""
     sample = tl.program_id(0)
     row = tl.load(rows_ptr + sample)
     if row >= 0:
@@ -195,7 +197,7 @@ def change_logits(
         )
     if num_samples == 0:
         return
-    launch = choose_on(logits.device, "change_logits")
+    launch = choose("change_logits", device_of(logits.device).capability)
     change_logits_kernel[(num_samples,)](
         scores,
         unusable,
@@ -229,8 +231,7 @@ def change_logits(
         vocab_size,
         **launch.constants,
         enable_fp_fusion=False,  # as in the twin, every operation rounds
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
 
 
@@ -238,7 +239,7 @@ def record_tokens(token_ids: Tensor, rows: Tensor, positions: Tensor, state: Row
     """Add the tokens just drawn to the histories of their rows; see the twin."""
     if len(rows) == 0:
         return
-    launch = choose_on(token_ids.device, "record_tokens")
+    launch = choose("record_tokens", device_of(token_ids.device).capability)
     record_tokens_kernel[(len(rows),)](
         token_ids,
         rows,
@@ -252,6 +253,5 @@ def record_tokens(token_ids: Tensor, rows: Tensor, positions: Tensor, state: Row
         state.output_capacity,
         state.output_ids,
         **launch.constants,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )

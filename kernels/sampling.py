@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .on_device import choose_on
+from .launch import choose, device_of
 from .select import (
     ALL,
     CAPACITY,
@@ -55,6 +55,7 @@ def sample_kernel(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One sample a program."""
     sample = tl.program_id(0)
     row = tl.load(rows_ptr + sample)
     token = 0
@@ -85,19 +86,28 @@ def sample_kernel(
                     number_ptr = own_ptr.to(tl.pointer_type(tl.float32))
                     id_ptr = own_ptr + CAPACITY
                     total, cut = _cut(
-                        row_ptr, vocab_size, largest, temperature, top_k, top_p, min_p, CAPACITY, BLOCK
+                        row_ptr,
+                        vocab_size,
+                        largest,
+                        temperature,
+                        top_k,
+                        top_p,
+                        min_p,
+                        CAPACITY,
+                        BLOCK,
                     )
                     # Code for one source only: it is long.
                     source_ptr = row_ptr
                     size = vocab_size
-                    is_narrow = (cut > float("-inf")).to(tl.int32)
-                    if is_narrow != 0:
+                    num_listed = 0
+                    if cut > float("-inf"):
                         size = collect(row_ptr, vocab_size, cut, number_ptr, id_ptr, BLOCK)
+                        num_listed = size
                         source_ptr = number_ptr
                     token = _draw_restricted(
                         source_ptr,
                         id_ptr,
-                        is_narrow,
+                        num_listed,
                         size,
                         largest,
                         temperature,
@@ -113,7 +123,15 @@ def sample_kernel(
                     )
                 else:
                     token = _draw_any(
-                        row_ptr, vocab_size, largest, temperature, seed, position, choice, draw, BLOCK
+                        row_ptr,
+                        vocab_size,
+                        largest,
+                        temperature,
+                        seed,
+                        position,
+                        choice,
+                        draw,
+                        BLOCK,
                     )
     tl.store(token_ptr + sample, token)
     tl.store(error_ptr + sample, error)
@@ -121,7 +139,15 @@ def sample_kernel(
 
 @triton.jit
 def _cut(
-    row_ptr, size, largest, temperature, top_k, top_p, min_p, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr,
+    size,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Return the sum of all weights, and a logit below which nothing is kept.
 
@@ -144,7 +170,9 @@ def _cut(
             depth, count, reached = DEPTHS[0], count_0, mass_0
         has_all = tl.where(top_k > 0, count >= top_k, (top_p < 1.0) & (reached >= mass))
         # Weights of at least min_p are all that stay, unless sums over more are needed.
-        has_all = has_all | ((tl.exp(-depth + temperature * 0.0) <= min_p * 0.9999) & ((top_k == 0) | (top_p >= 1.0)))
+        has_all = has_all | (
+            (tl.exp(-depth + temperature * 0.0) <= min_p * 0.9999) & ((top_k == 0) | (top_p >= 1.0))
+        )
         cut = tl.where(has_all & (count <= CAPACITY), largest - temperature * depth, cut)
     return total, cut
 
@@ -153,7 +181,7 @@ def _cut(
 def _draw_restricted(
     number_ptr,
     id_ptr,
-    has_ids,
+    num_listed,
     size,
     largest,
     temperature,
@@ -167,7 +195,7 @@ def _draw_restricted(
     draw,
     BLOCK: tl.constexpr,
 ):
-    """Return the token drawn from `size` numbers, whose ids are at `id_ptr` or their places."""
+    """Return the token drawn from `size` numbers, whose ids are listed or are their places."""
     threshold = LOWEST
     room = ALL
     if top_k > 0:
@@ -183,7 +211,14 @@ def _draw_restricted(
             share = tl.minimum(room, equals).to(tl.float64) / equals.to(tl.float64)
             mass = above + (mass - above) * share
         threshold, room = threshold_of_mass(
-            number_ptr, size, top_p.to(tl.float64) * mass, threshold, room, largest, temperature, BLOCK
+            number_ptr,
+            size,
+            top_p.to(tl.float64) * mass,
+            threshold,
+            room,
+            largest,
+            temperature,
+            BLOCK,
         )
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -192,8 +227,9 @@ def _draw_restricted(
     for start in range(0, size, BLOCK):
         inside = start + lane < size
         number = tl.load(number_ptr + start + lane, mask=inside, other=float("-inf"))
-        listed = tl.load(id_ptr + start + lane, mask=inside & (has_ids != 0), other=0)
-        ids = tl.where(has_ids != 0, listed, start + lane)
+        is_listed = start + lane < num_listed
+        listed = tl.load(id_ptr + start + lane, mask=is_listed, other=0)
+        ids = tl.where(is_listed, listed, start + lane)
         key = key_of(number)
         equal = inside & (key == threshold)
         rank = equal_before + tl.cumsum(equal.to(tl.int32), 0)  # from 1
@@ -232,7 +268,7 @@ def _draw_any(
 
 @triton.jit
 def _words(seed, position, choice, draw, group):
-    """Return the four words of each group of ids: Philox4x32-10 of (position, choice, draw, group)."""
+    """Return four words for each group of ids: Philox of (position, choice, draw, group)."""
     zero = group * 0
     return tl.philox(seed, zero + position, zero + choice, zero + draw, group)
 
@@ -282,7 +318,7 @@ def sample(
         return
     check_logits(logits, vocab_size)
     workspace = workspace_of(workspace, sample_workspace_size(num_samples), logits.device)
-    launch = choose_on(logits.device, "sample")
+    launch = choose("sample", device_of(logits.device).capability)
     sample_kernel[(num_samples,)](
         token_ids,
         errors,
@@ -304,8 +340,7 @@ def sample(
         HAS_UNUSABLE=unusable is not None,
         CAPACITY=CAPACITY,
         **launch.constants,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options,
     )
 
 

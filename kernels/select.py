@@ -53,6 +53,7 @@ def largest_of(row_ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def weight_of(number, largest, temperature):
+    """Return e^((number - largest) / temperature)."""
     return tl.exp((number - largest) / temperature)
 
 

@@ -14,7 +14,7 @@ from cbrs.kernels.reference import RowState
 def row_state(rows: Sequence[Sampling], room: int = 3) -> RowState:
     """Return the state of `rows`; lists have `room` for ids to come, and gaps between them."""
     seen = [_seen(row) for row in rows]
-    words = [[word for word in row.bad_words] for row in rows]
+    words = [row.bad_words for row in rows]
     every_word = [word for own in words for word in own]
     num_words = [len(own) for own in words]
     bias = [list(row.bias.items()) for row in rows]
@@ -31,7 +31,10 @@ def row_state(rows: Sequence[Sampling], room: int = 3) -> RowState:
         seen_start=_starts(seen, room),
         seen_length=_lengths(seen),
         seen_capacity=torch.tensor(
-            [len(own) + room if row.has_history else 0 for own, row in zip(seen, rows, strict=True)],
+            [
+                len(own) + room if row.has_history else 0
+                for own, row in zip(seen, rows, strict=True)
+            ],
             dtype=int32,
         ),
         seen_ids=_flat([[token for token, _ in own] for own in seen], room),
@@ -40,9 +43,7 @@ def row_state(rows: Sequence[Sampling], room: int = 3) -> RowState:
         banned_length=_lengths([row.banned for row in rows]),
         banned_ids=_flat([row.banned for row in rows], 1),
         min_tokens=_column(rows, lambda row: row.min_tokens, int32),
-        words_start=torch.tensor(
-            [sum(num_words[:row]) for row in range(len(rows))], dtype=int64
-        ),
+        words_start=torch.tensor([sum(num_words[:row]) for row in range(len(rows))], dtype=int64),
         words_length=torch.tensor(num_words, dtype=int32),
         word_start=_starts(every_word or [[0]], 1),
         word_length=_lengths(every_word or [[0]]),
@@ -79,8 +80,6 @@ def _lengths(lists: Sequence[Sequence[Any]]) -> Tensor:
     return torch.tensor([len(own) for own in lists], dtype=torch.int32)
 
 
-def _flat(
-    lists: Sequence[Sequence[Any]], room: int, dtype: torch.dtype = torch.int32
-) -> Tensor:
+def _flat(lists: Sequence[Sequence[Any]], room: int, dtype: torch.dtype = torch.int32) -> Tensor:
     # A gap holds an id that every check would see if it were taken for one of the list.
     return torch.tensor([value for own in lists for value in [*own, *[2] * room]], dtype=dtype)

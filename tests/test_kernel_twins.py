@@ -129,9 +129,7 @@ def draw(logits, given, count):
     tokens, errors = (torch.empty(count, dtype=torch.int32) for _ in range(2))
     zero = torch.zeros(count, dtype=torch.int32)
     positions = torch.arange(count, dtype=torch.int32)
-    reference.sample(
-        tokens, errors, logits[None], zero, zero, positions, zero, given, len(logits)
-    )
+    reference.sample(tokens, errors, logits[None], zero, zero, positions, zero, given, len(logits))
     assert not errors.any()
     return tokens
 

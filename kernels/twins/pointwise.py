@@ -41,9 +41,9 @@ def _normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_and_mul(out: Tensor, gate_up: Tensor) -> None:
-    """Fill `out` `[num_tokens, width]` with SiLU(gate) * up; `gate_up` is `[num_tokens, 2 * width]`.
+    """Fill `out` `[num_tokens, width]` with SiLU(gate) * up.
 
-    The gate comes first; any floating dtypes.
+    `gate_up` is `[num_tokens, 2 * width]`, the gate first; any floating dtypes.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)

@@ -37,8 +37,9 @@ def rotary_kv_write(
     """
     num_heads, head_dim = query_out.shape[1:]
     num_kv_heads = key_cache.shape[1]
-    heads = qkv.float().unflatten(-1, (-1, head_dim))
-    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    heads = qkv.float().view(len(qkv), -1, head_dim)
+    query, rest = heads[:, :num_heads], heads[:, num_heads:]
+    key, value = rest[:, :num_kv_heads], rest[:, num_kv_heads:]
     if query_norm is not None and key_norm is not None:
         query, key = _head_norm(query, query_norm, eps), _head_norm(key, key_norm, eps)
     if inverse_frequencies is not None:

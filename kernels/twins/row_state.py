@@ -90,7 +90,9 @@ def change_logits(
             before = own.clone()
             change(own, state, row)
             own.copy_(torch.where(impossible, before, own.clamp(-limit, limit)))
-        banned = _known(_values(state.banned_ids, state.banned_start, state.banned_length, row), own)
+        banned = _known(
+            _values(state.banned_ids, state.banned_start, state.banned_length, row), own
+        )
         num_outputs = int(positions[sample])
         if num_outputs < int(state.min_tokens[row]):
             own[banned] = -torch.inf

@@ -86,9 +86,7 @@ def sample(
     code = UNUSABLE_LOGITS * bad.int() + EVERYTHING_EXCLUDED * excluded.int()
     temperature = parameters.temperature[row]
     kept = allowed(scores, row, parameters)
-    noise = gumbel(
-        parameters.seeds[row], positions[present], choices[present], draw, vocab_size
-    )
+    noise = gumbel(parameters.seeds[row], positions[present], choices[present], draw, vocab_size)
     exponent = (scores - largest[:, None]) / temperature[:, None]
     drawn = (exponent + noise).masked_fill(~kept, -torch.inf).argmax(-1)
     chosen = torch.where(temperature <= GREEDY_TEMPERATURE, greedy, drawn)
@@ -120,9 +118,7 @@ def allowed(scores: Tensor, rows: Tensor, parameters: SamplingParameters) -> Ten
     return kept
 
 
-def gumbel(
-    seeds: Tensor, positions: Tensor, choices: Tensor, draw: int, vocab_size: int
-) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, choices: Tensor, draw: int, vocab_size: int) -> Tensor:
     """Return a standard Gumbel number for each id, float32 `[num_samples, vocab_size]`.
 
     With `v = (word + 0.5) / 2^32` it is `-log(-log(1 - v))`.

@@ -7,6 +7,7 @@ import torch
 from interpreted.ops_kit import assert_close, poisoned
 
 from cbrs.kernels import pointwise, quantized_linear, reference, rotary
+from cbrs.kernels.launch import Device
 from cbrs.models.rope import RopeScaling, Rotary, inverse_frequencies
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,7 +48,9 @@ def test_gated_activations_are_their_twins(dtype):
         getattr(pointwise, name)(out, gate_up)
         getattr(reference, name)(expected, gate_up)
         # tanh by way of the exponential loses what is 1e-7 of the gate, where the result is small
-        torch.testing.assert_close(out, expected, rtol=2**-7 if dtype != torch.float32 else 1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            out, expected, rtol=2**-7 if dtype != torch.float32 else 1e-5, atol=2e-5
+        )
 
 
 def test_empty_batches_are_fine():
@@ -58,8 +61,13 @@ def test_empty_batches_are_fine():
     quantized_linear.quantized_linear(torch.empty(0, 4), torch.empty(0, 32), weight)
     cache = torch.zeros(1, 1, 16, 8)
     rotary.rotary_kv_write(
-        torch.empty(0, 1, 8), torch.empty(0, 24), cache, cache.clone(),
-        torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64), None,
+        torch.empty(0, 1, 8),
+        torch.empty(0, 24),
+        cache,
+        cache.clone(),
+        torch.empty(0, dtype=torch.int32),
+        torch.empty(0, dtype=torch.int64),
+        None,
     )
 
 
@@ -74,7 +82,7 @@ def test_norms_refuse_what_does_not_fit():
     wide = torch.empty(1, pointwise.MAX_WIDTH + 1)
     with pytest.raises(ValueError, match="16385 numbers: norms take at most 16384"):
         pointwise.rms_norm(wide.clone(), wide, wide[0], 1e-5)
-    with pytest.raises(ValueError, match="residual is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"residual is torch\.bfloat16"):
         pointwise.fused_add_rms_norm(rows.clone(), rows.bfloat16(), rows, weight, 1e-5)
     with pytest.raises(ValueError, match=r"gate_up is \[2, 8\].*must be \[2, 16\]"):
         pointwise.silu_and_mul(rows.clone(), rows)
@@ -82,7 +90,9 @@ def test_norms_refuse_what_does_not_fit():
 
 YARN = RopeScaling("yarn", 4.0, 64, attention_factor=1.138)
 LLAMA3 = RopeScaling("llama3", 8.0, 64)
-LONGROPE = RopeScaling("longrope", attention_factor=1.2, freq_factors=tuple(1.0 + i for i in range(24)))
+LONGROPE = RopeScaling(
+    "longrope", attention_factor=1.2, freq_factors=tuple(1.0 + i for i in range(24))
+)
 
 
 @pytest.mark.parametrize("dtype", CACHES, ids=str)
@@ -174,10 +184,20 @@ def test_rotary_kv_write_refuses_what_does_not_fit():
         write(query_norm=torch.ones(8))
     with pytest.raises(ValueError, match="key_cache is not contiguous"):
         write(key=torch.zeros(1, 16, 1, 8).transpose(1, 2).expand(2, 1, 16, 8))
+    odd = torch.zeros(1, 1, 16, 9, dtype=torch.int8)
     with pytest.raises(ValueError, match="head_dim=7"):
-        odd = torch.zeros(1, 1, 16, 9, dtype=torch.int8)
         rotary.rotary_kv_write(
             torch.empty(2, 2, 7), torch.zeros(2, 28), odd, odd.clone(), positions, slots, None
+        )
+
+
+def test_an_fp8_cache_is_refused_where_the_device_has_no_such_numbers(monkeypatch):
+    monkeypatch.setattr(rotary, "device_of", lambda _: Device((8, 0), 108))
+    cache = torch.zeros(1, 1, 16, 10).to(reference.FP8)
+    some = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"needs compute capability 8\.9.*has 8\.0: use int8"):
+        rotary.rotary_kv_write(
+            torch.empty(1, 1, 8), torch.zeros(1, 24), cache, cache.clone(), some, some.long(), None
         )
 
 
@@ -218,7 +238,9 @@ def test_quantized_linear_refuses_what_does_not_fit():
         quantized_linear.quantized_linear(torch.empty(2, 9), values, weight)
     with pytest.raises(ValueError, match=r"bias is \[9\]: it must be \[8\]"):
         quantized_linear.quantized_linear(out, values, weight, torch.ones(9))
-    with pytest.raises(ValueError, match="has 3 elements of torch.float32: this product needs 64"):
+    with pytest.raises(
+        ValueError, match=r"has 3 elements of torch\.float32: this product needs 64"
+    ):
         quantized_linear.quantized_linear(out, values, weight, None, torch.empty(3))
     with pytest.raises(ValueError, match="inputs is not contiguous"):
         quantized_linear.quantized_linear(out, torch.randn(1024, 2).T, weight)

@@ -10,7 +10,8 @@ from batches import Sampling
 from interpreted.ops_kit import poisoned
 from row_kit import row_state
 
-from cbrs.kernels import logprobs, reference, row_state as rows_kernels, sampling, select
+from cbrs.kernels import logprobs, reference, sampling, select
+from cbrs.kernels import row_state as rows_kernels
 from cbrs.kernels.twins import sampling as twins
 
 VOCAB = 2611  # two tiles, one of them not full
@@ -65,8 +66,11 @@ def parameters(cases, seeds=None):
     if seeds is None:
         seeds = torch.randint(-(2**63), 2**63 - 1, (len(cases),))
     return reference.SamplingParameters(
-        torch.tensor(columns[1]), int32(columns[2]), torch.tensor(columns[3]),
-        torch.tensor(columns[4]), seeds,
+        torch.tensor(columns[1]),
+        int32(columns[2]),
+        torch.tensor(columns[3]),
+        torch.tensor(columns[4]),
+        seeds,
     )
 
 
@@ -75,9 +79,16 @@ def sampled(function, logits, cases, given, positions, vocab_size=VOCAB, **rest)
     count = len(cases)
     tokens, errors = (poisoned(count + 1, dtype=torch.int32) for _ in range(2))
     function(
-        tokens, errors, logits, int32([99, *(case[0] for case in cases)]),
-        int32([-1, *range(count)]), int32([0, *positions]),
-        int32([place % 3 for place in range(count + 1)]), given, vocab_size, **rest,
+        tokens,
+        errors,
+        logits,
+        int32([99, *(case[0] for case in cases)]),
+        int32([-1, *range(count)]),
+        int32([0, *positions]),
+        int32([place % 3 for place in range(count + 1)]),
+        given,
+        vocab_size,
+        **rest,
     )
     return tokens, errors
 
@@ -86,9 +97,7 @@ def test_tokens_and_errors_are_those_of_the_twin():
     logits, given = odd_logits(), parameters(CASES)
     positions = [7 * place for place in range(len(CASES))]
     workspace = torch.empty(sampling.sample_workspace_size(len(CASES) + 1), dtype=torch.int32)
-    found = sampled(
-        sampling.sample, logits, CASES, given, positions, workspace=workspace, draw=1
-    )
+    found = sampled(sampling.sample, logits, CASES, given, positions, workspace=workspace, draw=1)
     expected = sampled(reference.sample, logits, CASES, given, positions, draw=1)
     assert torch.equal(found[1], expected[1])
     assert found[1].tolist() == [0] * 8 + [1, 1, 1] + [0] * 6
@@ -97,8 +106,16 @@ def test_tokens_and_errors_are_those_of_the_twin():
     tokens, errors = poisoned(1, dtype=torch.int32), poisoned(1, dtype=torch.int32)
     place = 3
     sampling.sample(
-        tokens, errors, logits, int32([0]), int32([place]), int32(positions[place : place + 1]),
-        int32([(place + 1) % 3]), given, VOCAB, draw=1,
+        tokens,
+        errors,
+        logits,
+        int32([0]),
+        int32([place]),
+        int32(positions[place : place + 1]),
+        int32([(place + 1) % 3]),
+        given,
+        VOCAB,
+        draw=1,
     )
     assert tokens[0] == found[0][place + 1]
 
@@ -176,7 +193,8 @@ def test_logprobs_are_those_of_the_twin(columns, vocab_size):
     results = []
     for function in (logprobs.logprobs, reference.logprobs):
         out = (
-            poisoned(10, 1 + columns, dtype=torch.int32), poisoned(10, 1 + columns),
+            poisoned(10, 1 + columns, dtype=torch.int32),
+            poisoned(10, 1 + columns),
             poisoned(10, dtype=torch.int32),
         )
         function(*out, logits, index, tokens, vocab_size)
@@ -193,31 +211,40 @@ def test_sampling_refuses_what_does_not_fit():
     one = int32([0])
 
     def sample(logits=logits, vocab_size=8, **rest):
-        sampling.sample(one.clone(), one.clone(), logits, one, one, one, one, given, vocab_size, **rest)
+        sampling.sample(
+            one.clone(), one.clone(), logits, one, one, one, one, given, vocab_size, **rest
+        )
 
     with pytest.raises(ValueError, match=r"torch.float16 \[1, 8\]: float32 rows of at least 8"):
         sample(logits.half())
     with pytest.raises(ValueError, match="float32 rows of at least 9 numbers"):
         sample(vocab_size=9)
-    with pytest.raises(ValueError, match="has 5 elements of torch.int32: 8192 of int32 are needed"):
+    with pytest.raises(
+        ValueError, match=r"has 5 elements of torch\.int32: 8192 of int32 are needed"
+    ):
         sample(workspace=torch.empty(5, dtype=torch.int32))
+    wide = torch.empty(1, 22)
     with pytest.raises(ValueError, match="21 most likely ids are asked for: at most 20"):
-        wide = torch.empty(1, 22)
         logprobs.logprobs(wide.int(), wide, one.clone(), logits, one, one, 8)
 
 
 ROWS = [
     Sampling(),
     Sampling(
-        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.3,
-        prompt=[5, 6, 7, 7, 2610], output=[7, 9, 9, 9, 2611, 5], bias={3: 4.0, 9: -1.5, 2000: 1.0},
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.3,
+        prompt=[5, 6, 7, 7, 2610],
+        output=[7, 9, 9, 9, 2611, 5],
+        bias={3: 4.0, 9: -1.5, 2000: 1.0},
     ),
     Sampling(bias={0: 3e38, 4: -3e38, 8: 1.0}, repetition_penalty=1e-3, prompt=[0, 4, 8]),
     Sampling(banned=[1, 5, 1029, 4000], min_tokens=3, output=[4, 4], bias={1: 100.0}),
     Sampling(banned=[1, 5], min_tokens=2, output=[4, 4]),
     Sampling(
         bad_words=[[11], [8, 12], [4, 8, 13], [5, 8, 14], [9, 9, 9, 15], [1, 2, 4, 8, 16]],
-        prompt=[1, 2], output=[4, 8],
+        prompt=[1, 2],
+        output=[4, 8],
     ),
     Sampling(
         bad_words=[[*range(100, 170), 17], [*range(101, 170), 18], [99, *range(101, 170), 19]],
@@ -229,8 +256,13 @@ ROWS = [
 def changed(function, logits, state, dtype=torch.float32):
     scores, unusable = poisoned(len(ROWS) + 1, VOCAB), poisoned(len(ROWS) + 1, dtype=torch.int32)
     function(
-        scores, unusable, logits.to(dtype), int32([77, *range(len(ROWS))]),
-        int32([-1, *range(len(ROWS))]), int32([0, *(len(row.output) for row in ROWS)]), state,
+        scores,
+        unusable,
+        logits.to(dtype),
+        int32([77, *range(len(ROWS))]),
+        int32([-1, *range(len(ROWS))]),
+        int32([0, *(len(row.output) for row in ROWS)]),
+        state,
     )
     return scores, unusable
 
