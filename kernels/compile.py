@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import triton
@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from . import launch
 
-MODULES = ("paged_attention",)
+MODULES = ("paged_attention", "op_cases")
 """Modules of `cbrs.kernels` whose kernels stand in the launch table."""
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -62,14 +62,26 @@ class Compiled:
 
 
 def compile_rows(rows: tuple[launch.Row, ...] | None = None) -> list[Compiled]:
-    """Compile rows, by default the whole table; a kernel that no module knows is a KeyError."""
+    """Compile rows, by default the whole table, for every device that would use them.
+
+    A kernel that no module knows is a `KeyError`.
+    """
+    rows = launch.read_rows() if rows is None else rows
     examples = {}
     for module in MODULES:
         examples |= importlib.import_module(f"{__package__}.{module}").EXAMPLES
     return [
-        compile_row(row, examples[row.kernel](row))
-        for row in (launch.read_rows() if rows is None else rows)
+        compile_row(replace(row, capability=capability), examples[row.kernel](row))
+        for row in rows
+        for capability in targets(row, rows)
     ]
+
+
+def targets(row: launch.Row, rows: tuple[launch.Row, ...]) -> list[int]:
+    """Return the capabilities of `SHARED_BYTES` at which no newer rows of the kernel come first."""
+    newer = {other.capability for other in rows if other.kernel == row.kernel}
+    end = min((number for number in newer if number > row.capability), default=1000)
+    return [number for number in SHARED_BYTES if row.capability <= number < end]
 
 
 def compile_row(row: launch.Row, example: launch.Example) -> Compiled:

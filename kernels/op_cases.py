@@ -6,44 +6,19 @@ The `example` of a row says what it is built for, where there is a choice: `widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import triton.language as tl
 
 from . import logprobs, pointwise, quantized_linear, rotary, row_state, sampling
-from .launch import Row
+from .launch import Example, Row
 from .select import CAPACITY
 
-
-class Case(NamedTuple):
-    """A Triton function, types of its arguments, its constants, and options of the compiler."""
-
-    function: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
-def case_of(row: Row) -> Case:
-    """Return what `row` builds; raises `KeyError` for a kernel that is not of `ops.json`."""
-    function, types, constants = _KERNELS[row.kernel](row.example)
-    constants |= row.launch.constants
-    signature = {
-        name: types.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        for name in function.arg_names
-        if name not in constants
-    }
-    options: dict[str, Any] = dict(row.launch.options)
-    if row.kernel in _UNFUSED:
-        options["enable_fp_fusion"] = False
-    return Case(function, signature, constants, options)
-
-
-_UNFUSED = ("rotary_kv_write", "change_logits")
-_CACHES = {"bfloat16": ("*bf16", 0), "int8": ("*i8", 1), "fp8": ("*fp8e4nv", 2)}
-
 Build = tuple[Any, dict[str, str], dict[str, Any]]
+"""A Triton function, the types of those arguments that are not int32, and constants."""
+
+_CACHES = {"bfloat16": ("*bf16", 0), "int8": ("*i8", 1), "fp8": ("*fp8e4nv", 2)}
 
 
 def _norm(example: Mapping[str, Any]) -> Build:
@@ -120,7 +95,7 @@ def _logprobs(example: Mapping[str, Any]) -> Build:
     return logprobs.logprobs_kernel, types, {"CAPACITY": CAPACITY}
 
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[[Mapping[str, Any]], Build]] = {
     "rms_norm": _norm,
     "fused_add_rms_norm": _add_norm,
     "gated": _gated,
@@ -132,3 +107,19 @@ _KERNELS = {
     "sample": _sample,
     "logprobs": _logprobs,
 }
+
+
+def _example(row: Row) -> Example:
+    function, types, constants = _KERNELS[row.kernel](row.example)
+    constants |= row.launch.constants
+    signature = {
+        name: types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        for name in function.arg_names
+        if name not in constants
+    }
+    divisible = tuple(name for name, kind in signature.items() if kind.startswith("*"))
+    return Example(function, signature, constants, divisible)
+
+
+EXAMPLES = dict.fromkeys(_KERNELS, _example)
+"""What `cbrs.kernels.compile` builds rows of the launch table as."""

@@ -1,6 +1,6 @@
 """The kernels around attention under Triton's interpreter, which has to be chosen at import.
 
-So every file of checks runs in a process of its own.
+So the checks run in a process of their own.
 """
 
 import os
@@ -13,24 +13,25 @@ import pytest
 _CHECKS = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.parametrize("name", ["check_ops", "check_sampling"])
-def test_kernels_do_as_their_twins(name):
-    run(name, "not soak")
+def test_kernels_do_as_their_twins():
+    run("not soak", "check_ops", "check_sampling")
 
 
 @pytest.mark.soak
 def test_kernels_do_as_their_twins_for_long():
-    run("check_sampling", "soak")
+    run("soak", "check_sampling")
 
 
-def run(name: str, marks: str) -> None:
+def run(marks: str, *names: str) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", "-p",
-        "no:xdist", f"{_CHECKS / name}.py",
-    ]  # fmt: skip
+    files = [str(_CHECKS / f"{name}.py") for name in names]
+    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        command, env=environment, cwd=_CHECKS.parents[1], capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *options, *files],
+        env=environment,
+        cwd=_CHECKS.parents[1],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import Sampling
+from row_kit import row_state
+from sampler_kit import changed_logits
 
 from cbrs.kernels import reference
 from cbrs.kernels.twins import sampling as twins
@@ -122,6 +125,53 @@ def test_what_may_be_drawn_is_what_the_cpu_keeps():
         weights, given.top_k[rows].long(), given.top_p[rows].double(), given.min_p[rows].double()
     )
     assert torch.equal(kept, weights > 0)
+
+
+def test_logits_are_changed_as_on_the_cpu():
+    rng = np.random.default_rng(8)
+
+    def some(count):
+        return rng.integers(0, 40, count).tolist()
+
+    rows = [Sampling(bad_words=[[3], [1, 2, 4], [9, 2, 5]], output=[1, 2])]
+    for number in range(30):
+        rows.append(
+            Sampling(
+                presence_penalty=rng.choice([0.0, 0.5, -2.0]),
+                frequency_penalty=rng.choice([0.0, 0.7]),
+                repetition_penalty=rng.choice([1.0, 1.4, 0.5]),
+                prompt=some(20),
+                output=some(number % 4 * 10),
+                bias=dict(zip(some(5), rng.normal(size=5).tolist(), strict=True)),
+                banned=some(3),
+                min_tokens=10,
+                bad_words=[some(1), some(2)] if number % 2 else [],
+            )
+        )
+    logits = torch.randn(len(rows), 40)
+    logits[3, 7] = -torch.inf
+    scores, unusable = torch.empty(len(rows), 40), torch.empty(len(rows), dtype=torch.int32)
+    index = torch.arange(len(rows), dtype=torch.int32)
+    positions = torch.tensor([len(row.output) for row in rows], dtype=torch.int32)
+    reference.change_logits(scores, unusable, logits, index, index, positions, row_state(rows))
+    assert not unusable.any()
+    for own, row, untouched in zip(scores, rows, logits, strict=True):
+        assert own.tolist() == changed_logits(untouched, row)
+
+
+def test_tokens_recorded_one_by_one_are_a_history():
+    first = Sampling(presence_penalty=1.0, bad_words=[[5]], prompt=[4, 4, 7])
+    whole = Sampling(presence_penalty=1.0, bad_words=[[5]], prompt=[4, 4, 7], output=[9, 7, 9])
+    state, row = row_state([first], room=5), torch.zeros(1, dtype=torch.int32)
+    for position, token in enumerate(whole.output):
+        tokens, positions = torch.tensor([token]).int(), torch.tensor([position]).int()
+        reference.record_tokens(tokens, row, positions, state)
+    expected = row_state([whole])
+    length = expected.seen_length[0]
+    assert torch.equal(state.seen_length, expected.seen_length)
+    assert torch.equal(state.seen_ids[:length], expected.seen_ids[:length])
+    assert torch.equal(state.seen_counts[:length], expected.seen_counts[:length])
+    assert state.output_ids[:3].tolist() == whole.output
 
 
 def draw(logits, given, count):
