@@ -26,7 +26,7 @@ def run(marks: str, *names: str) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     files = [str(_CHECKS / f"{name}.py") for name in names]
-    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "0"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         env=environment,

@@ -128,6 +128,7 @@ def check_rotary(dtype, turned, scaling, normed):
     qkv[3, num_heads * head_dim + 5] = math.nan  # a key
     qkv[4, -1] = math.inf  # a value
     qkv[5, num_heads * head_dim :] = 0.0
+    qkv[6] *= 1e-37  # a factor would be less than the least normal number
     rope = Rotary(10_000.0, turned, scaling)
     frequencies = torch.from_numpy(inverse_frequencies(rope)) if turned else None
     magnitude = 1.0 if scaling is None else scaling.attention_factor
