@@ -3,9 +3,9 @@
 Rows are data, in `tables/*.json`, so that a script that measures on a device can write them. A row
 has `kernel`, `capability` (the least one it is for, as 10 * major + minor), `when` (inclusive
 bounds `[low, high]` of shape numbers; one that is left out holds for any), `num_warps`,
-`num_stages`, `constants` of the kernel, and `example`: what `compile.py` builds it with. Rows of one
-kernel stand in order of preference: of those that hold, the greatest capability wins, then the
-first. A row without `when` at the least capability is the default.
+`num_stages`, `constants` of the kernel, and `example`: what `compile.py` builds it with. Of the
+rows of a kernel that hold, the greatest capability wins, then the one with most conditions, then
+the first. A row without `when` at the least capability is the default.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ def read_rows(folder: Path = _TABLES) -> tuple[Row, ...]:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a launch table: {error!r}") from error
     if len(rows) > MAX_ROWS:
-        raise ValueError(
-            f"{folder} has {len(rows)} rows, at most {MAX_ROWS} are allowed: drop some"
-        )
+        raise ValueError(f"{folder} has {len(rows)} rows, {MAX_ROWS} are allowed: drop some")
     return tuple(rows)
 
 
@@ -115,7 +113,7 @@ def _choose(kernel: str, capability: tuple[int, int], shape: tuple[tuple[str, in
             f"no launch of {kernel} for capability {capability[0]}.{capability[1]} and {numbers}: "
             "give its table in kernels/tables a row without conditions"
         )
-    return max(rows, key=lambda row: row.capability).launch  # the first of equals
+    return max(rows, key=lambda row: (row.capability, len(row.when))).launch  # the first of equals
 
 
 @lru_cache(maxsize=1)

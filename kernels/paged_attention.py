@@ -7,8 +7,8 @@ keys. A batch of both takes two launches, or one if its decodes read little.
 Nothing is asked of the device, and what is launched depends on shapes and on the bounds that the
 caller names, so calls can be captured in a CUDA graph and replayed with other lengths within them.
 
-Tolerances against the twin in float32, for values of about 1: 2e-2 with bfloat16 operands, 4e-3 with
-float16, 2e-5 with float32 (a quantized cache counts as what it is computed in: see `_types`).
+Tolerances against the twin in float32, for values of about 1: 2e-2 with bfloat16 queries or a
+quantized cache, 4e-3 with float16, 2e-5 with float32 queries.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def paged_attention(
 
     Heads are the same number for each KV head. ValueError names an argument that does not fit.
     """
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads, _ = query.shape
     num_seqs = seq_lens.shape[0]
     num_kv_heads, block_size = key_cache.shape[1], key_cache.shape[2]
     _check(
@@ -243,7 +243,7 @@ def _run(
     *,
     one_query: bool,
 ) -> None:
-    """Launch for the sequences from `first_seq` on; splits if a tile's `span` of keys is worth it."""
+    """Launch for the sequences from `first_seq` on, in splits if a tile's `span` is worth it."""
     constants = dict(plan.constants)
     constants.pop("MIXED_KEYS", None)
     waves, longest_part = constants.pop("WAVES", 0), constants.pop("MAX_KEYS", 0)

@@ -66,14 +66,17 @@ def _walk(
     """Take in the keys `begin <= j < end`; without `MASKED` all rows see all of them."""
     dims = tl.arange(0, PADDED_DIM)
     columns = tl.arange(0, BLOCK_N)
+    # Keys outside read block 0, whatever it holds: their scores are hidden, their values zero.
+    keys = begin + columns
+    coming = tl.load(table + keys // BLOCK_SIZE, mask=(keys >= lowest) & (keys < end), other=0)
     for first in range(begin, end, BLOCK_N):
         keys = first + columns
         inside = (keys >= lowest) & (keys < end)
-        # Keys outside read block 0, whatever it holds: their scores are hidden, their values zero.
-        if MASKED:
-            blocks = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0)
-        else:
-            blocks = tl.load(table + keys // BLOCK_SIZE)
+        # Loaded one turn ahead: keys and values then depend on no load of the same turn, and Triton
+        # keeps as many of them under way as there are stages.
+        blocks = coming
+        after = keys + BLOCK_N
+        coming = tl.load(table + after // BLOCK_SIZE, mask=after < end, other=0)
         offset = keys % BLOCK_SIZE
         base = blocks.to(tl.int64) * stride_block + head_offset  # a pool can pass 2^31 elements
         token = base + offset * HEAD_DIM
@@ -181,10 +184,10 @@ def attention(
 
     `ONE_QUERY`: tile `s` is sequence `s`, whose query is token `s`. Otherwise the sequences from
     `first_seq` on (those before have a token each) have a tile for each `BLOCK_M // GROUP` queries;
-    those of `s` begin at tile `(query_start[s] - first_seq) // BLOCK_Q + s - first_seq`, which leaves
-    room for a last one that is not full. What follows the last query counts as one more sequence
-    with no context. Partial results are `[num_tokens - first_seq, num_heads, num_splits, HEAD_DIM]`,
-    `log_sums` the same without the last dimension.
+    those of `s` begin at tile `(query_start[s] - first_seq) // BLOCK_Q + s - first_seq`, which
+    leaves room for a last one that is not full. What follows the last query counts as one more
+    sequence with no context. Partial results are float32
+    `[num_tokens - first_seq, num_heads, num_splits, HEAD_DIM]`, `log_sums` without HEAD_DIM.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
