@@ -24,14 +24,14 @@ pages each of them is a miss of the address cache."""
 
 def row_len(head_dim: int, dtype: torch.dtype) -> int:
     """Return the elements of one head of one token: with its factor, if it has one."""
-    return head_dim + (reference.SCALE_BYTES if dtype == torch.int8 else 0)
+    return head_dim + (reference.SCALE_BYTES if dtype in reference.QUANTIZED else 0)
 
 
 class KVCache:
     """Key and value tensors `[num_blocks, num_kv_heads, block_size, head_dim]` of every layer.
 
-    Of int8 the last dimension is `head_dim + 2`: in each block and head the numbers of all its
-    tokens, then a bfloat16 factor for each token (`cbrs.kernels.reference`).
+    Of int8 and fp8 the last dimension is `head_dim + 2`: in each block and head the numbers of all
+    its tokens, then a bfloat16 factor for each token (`cbrs.kernels.reference`).
 
     `keys[layer]` and `values[layer]` are contiguous. Slot `s` of the scheduler is block
     `s // block_size`, token `s % block_size`. `poison=True` fills every slot with NaN, so that a
@@ -75,8 +75,8 @@ class KVCache:
     def fill(self, number: float, blocks: slice = slice(None)) -> None:
         """Overwrite every slot of `blocks` with one number; for tests."""
         for tensor in (*self.keys, *self.values):
-            if self.dtype == torch.int8:
-                reference.fill_int8(tensor[blocks], number)
+            if self.dtype in reference.QUANTIZED:
+                reference.fill_quantized(tensor[blocks], number)
             else:
                 tensor[blocks].fill_(number)
 
