@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import triton
@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from . import launch
 
-MODULES = ("paged_attention",)
+MODULES = ("paged_attention", "op_cases")
 """Modules of `cbrs.kernels` whose kernels stand in the launch table."""
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -62,13 +62,30 @@ class Compiled:
 
 
 def compile_rows(rows: tuple[launch.Row, ...] | None = None) -> list[Compiled]:
-    """Compile rows, by default the whole table; a kernel that no module knows is a KeyError."""
+    """Compile rows, by default the whole table, for every device that would use them.
+
+    A kernel that no module knows is a `KeyError`.
+    """
+    rows = launch.read_rows() if rows is None else rows
     examples = {}
     for module in MODULES:
         examples |= importlib.import_module(f"{__package__}.{module}").EXAMPLES
+    compiled = []
+    for row in rows:
+        example = examples[row.kernel](row)
+        # of what need not be fast, one is enough: float32 takes longest to compile
+        capabilities = targets(row, rows) if example.hot else [row.capability]
+        compiled += [compile_row(replace(row, capability=n), example) for n in capabilities]
+    return compiled
+
+
+def targets(row: launch.Row, rows: tuple[launch.Row, ...]) -> list[int]:
+    """Return the capabilities of `SHARED_BYTES` whose devices use `row` for its shapes."""
+    shape = {name: high for name, (_, high) in row.when.items()}
     return [
-        compile_row(row, examples[row.kernel](row))
-        for row in (launch.read_rows() if rows is None else rows)
+        number
+        for number in SHARED_BYTES
+        if row.capability <= number and launch.best(rows, row.kernel, number, shape) is row
     ]
 
 
