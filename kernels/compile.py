@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def compile_rows(rows: tuple[launch.Row, ...] | None = None) -> list[Compiled]:
     A kernel that no module knows is a `KeyError`.
     """
     rows = launch.read_rows() if rows is None else rows
-    examples = {}
+    examples: dict[str, Callable[[launch.Row], launch.Example]] = {}
     for module in MODULES:
         examples |= importlib.import_module(f"{__package__}.{module}").EXAMPLES
     compiled = []

@@ -160,11 +160,11 @@ def test_windows_and_caps(window, soft_cap):
     call.check()
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("window", [None, 290])
 @pytest.mark.parametrize("cache_dtype", [FLOAT, INT8], ids=str)
 def test_long_contexts_are_split(window, cache_dtype, monkeypatch):
     many_processors(monkeypatch)
-    call = Call([1100, 3, 0, 516], [1] * 4, num_decodes=4, window=window, cache_dtype=cache_dtype)
+    call = Call([560, 3, 0, 258], [1] * 4, num_decodes=4, window=window, cache_dtype=cache_dtype)
     call.check()
     few_splits = torch.full([workspace_size(4, 4, 64, 2) + 1], float("nan"))
     call.check(few_splits)
@@ -174,12 +174,12 @@ def test_long_contexts_are_split(window, cache_dtype, monkeypatch):
 
 def test_more_splits_than_are_summed_at_a_time(monkeypatch):
     many_processors(monkeypatch)
-    Call([4400], [1], heads=(1, 1), num_decodes=1, head_dim=16).check()
+    Call([1200], [1], heads=(1, 1), num_decodes=1, head_dim=16).check()
 
 
 def test_drafts_are_verified_over_split_contexts(monkeypatch):
     many_processors(monkeypatch)
-    Call([700, 9, 0, 40], [5, 5, 5, 2], max_query_len=5, behind=1).check()
+    Call([300, 9, 0, 40], [5, 5, 5, 2], max_query_len=5, behind=1).check()
 
 
 def test_decodes_with_long_contexts_take_a_launch_of_their_own():
