@@ -18,7 +18,8 @@ use crate::simd::{CACHE_LINE, Simd, prefetch_line};
 const RUN: usize = 16;
 /// Steps between two jumps.
 const UNROLL: usize = 2;
-/// Bytes ahead of the weights at work that are fetched: across the page borders at which the hardware stops.
+/// Bytes ahead of the weights at work that are fetched if each is read once: across the page borders at which the hardware
+/// stops. What several tiles read is fetched a run ahead instead, each tile its part.
 const FETCH_AHEAD: usize = 1024;
 
 /// Bytes of one group of a panel of two vectors: a bf16 scale and 32 weights of each feature.
@@ -59,7 +60,9 @@ impl<D: Dot + Sync> Multiply for Ints<'_, D> {
                 let len = run.min(num_groups - first);
                 let panel =
                     &self.panels[(panel * num_groups + first) * group_bytes(lanes)..][..len * group_bytes(lanes)];
-                for tile in tiles(rows.clone(), D::TILE_ROWS) {
+                let num_tiles = rows.len().div_ceil(D::TILE_ROWS);
+                let ahead = if num_tiles == 1 { FETCH_AHEAD } else { panel.len() };
+                for (index, tile) in tiles(rows.clone(), D::TILE_ROWS).enumerate() {
                     let place = sums.wrapping_add(((tile.start - rows.start) * P + p) * 2 * lanes);
                     let (ints, scales, offsets) = self.input.row(tile.start, first);
                     let tile = Tile {
@@ -72,6 +75,8 @@ impl<D: Dot + Sync> Multiply for Ints<'_, D> {
                         num_groups: len,
                         num_turns: self.num_turns,
                         goes_on: first > 0,
+                        ahead,
+                        fetched: [index * len / num_tiles, (index + 1) * len / num_tiles],
                     };
                     // SAFETY: passed on; the ranges were taken from slices, and a quantised row has `num_groups` groups.
                     unsafe { multiply::<D>(tile, place, P * 2 * lanes) };
@@ -98,6 +103,10 @@ struct Tile {
     num_turns: usize,
     /// Whether the sums go on from what they are, instead of from 0.
     goes_on: bool,
+    /// Bytes ahead of the weights at work that are fetched.
+    ahead: usize,
+    /// First of the groups at which this tile fetches, and the one after the last.
+    fetched: [usize; 2],
 }
 
 /// Writes the sums of a tile, `[num_rows, 2 * LANES]` with `stride` elements from a row to the next.
@@ -149,8 +158,10 @@ unsafe fn rows<D: Dot, const R: usize>(tile: Tile, sums: *mut f32, stride: usize
         }
         for group in 0..tile.num_groups {
             let block = tile.panel.wrapping_add(group * group_bytes(lanes));
-            for line in (0..group_bytes(lanes)).step_by(CACHE_LINE) {
-                prefetch_line(block.wrapping_add(FETCH_AHEAD + line).cast());
+            if tile.fetched[0] <= group && group < tile.fetched[1] {
+                for line in (0..group_bytes(lanes)).step_by(CACHE_LINE) {
+                    prefetch_line(block.wrapping_add(tile.ahead + line).cast());
+                }
             }
             let totals = group_sums::<D, R>(&tile, group, block.wrapping_add(2 * lanes * size_of::<u16>()));
             let weight_scales = D::Numbers::load_bf16_pairs(block.cast());
