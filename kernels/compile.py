@@ -71,18 +71,23 @@ def compile_rows(rows: tuple[launch.Row, ...] | None = None) -> list[Compiled]:
     examples: dict[str, Callable[[launch.Row], launch.Example]] = {}
     for module in MODULES:
         examples |= importlib.import_module(f"{__package__}.{module}").EXAMPLES
-    return [
-        compile_row(replace(row, capability=capability), examples[row.kernel](row))
-        for row in rows
-        for capability in targets(row, rows)
-    ]
+    compiled = []
+    for row in rows:
+        example = examples[row.kernel](row)
+        # of what need not be fast, one is enough: float32 takes longest to compile
+        capabilities = targets(row, rows) if example.hot else [row.capability]
+        compiled += [compile_row(replace(row, capability=n), example) for n in capabilities]
+    return compiled
 
 
 def targets(row: launch.Row, rows: tuple[launch.Row, ...]) -> list[int]:
-    """Return the capabilities of `SHARED_BYTES` at which no newer rows of the kernel come first."""
-    newer = {other.capability for other in rows if other.kernel == row.kernel}
-    end = min((number for number in newer if number > row.capability), default=1000)
-    return [number for number in SHARED_BYTES if row.capability <= number < end]
+    """Return the capabilities of `SHARED_BYTES` whose devices use `row` for its shapes."""
+    shape = {name: high for name, (_, high) in row.when.items()}
+    return [
+        number
+        for number in SHARED_BYTES
+        if row.capability <= number and launch.best(rows, row.kernel, number, shape) is row
+    ]
 
 
 def compile_row(row: launch.Row, example: launch.Example) -> Compiled:

@@ -89,7 +89,7 @@ def read_rows(folder: Path = _TABLES) -> tuple[Row, ...]:
     for path in sorted(folder.glob("*.json")):
         try:
             rows += [_row(entry) for entry in json.loads(path.read_text())]
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a launch table: {error!r}") from error
     if len(rows) > MAX_ROWS:
         raise ValueError(f"{folder} has {len(rows)} rows, {MAX_ROWS} are allowed: drop some")
@@ -107,13 +107,21 @@ def choose(kernel: str, device_capability: tuple[int, int], **shape: int) -> Lau
 @lru_cache(maxsize=4096)
 def _choose(kernel: str, capability: tuple[int, int], shape: tuple[tuple[str, int], ...]) -> Launch:
     number, numbers = 10 * capability[0] + capability[1], dict(shape)
-    rows = [row for row in _rows() if row.kernel == kernel and row.holds(number, numbers)]
-    if not rows:
+    row = best(_rows(), kernel, number, numbers)
+    if row is None:
         raise ValueError(
             f"no launch of {kernel} for capability {capability[0]}.{capability[1]} and {numbers}: "
             "give its table in kernels/tables a row without conditions"
         )
-    return max(rows, key=lambda row: (row.capability, len(row.when))).launch  # the first of equals
+    return row.launch
+
+
+def best(rows: tuple[Row, ...], kernel: str, capability: int, shape: dict[str, int]) -> Row | None:
+    """Return the row of a table that a device of `capability` uses; None if none holds."""
+    held = [row for row in rows if row.kernel == kernel and row.holds(capability, shape)]
+    return max(
+        held, key=lambda row: (row.capability, len(row.when)), default=None
+    )  # first of equals
 
 
 @lru_cache(maxsize=1)
