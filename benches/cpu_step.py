@@ -7,8 +7,10 @@ bounds, from rates measured in the same run, between the batches: the bytes that
 (packed weights and the keys and values of all contexts) at the rate of plain reading, and its
 arithmetic at the rate of the faster of float32 multiply-adds and, on a CPU with bfloat16
 instructions, torch's product of bfloat16 matrices. From some batch on the second bound binds.
-Products of int8 weights may take less time than it says, so with `--quantization` a step is held
-against its bytes alone. The split says where the time of the mean step went.
+Products of int8 weights may take less time than it says, so with int8 a step is held against its
+bytes alone. The split says where the time of the mean step went.
+
+`--quantization none int8` runs an engine of each, in turn at each batch, and compares them.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import torch
 from comparing.timed import Timed
 from hardware import describe_run
-from policies.output import Check, at_most
+from policies.output import Check, at_least, at_most
 from running.rates import Rates, measure_rates
 
 from cbrs import LLM
@@ -31,6 +34,7 @@ from cbrs._core import CpuKernels, cpu_features
 from cbrs.runner.kv_cache import row_len
 
 GOAL = 1.2
+INT8_GOALS = {1: 1.6, 64: 1.3}
 NUM_WARM_UP_STEPS = 4
 PREFILL_TOKENS = 2048
 CHECKED_BATCHES = (8, 32, 64, 128)
@@ -146,11 +150,12 @@ def bounds(bench: Bench, num_seqs: int, rates: Rates) -> dict[str, float]:
     }
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    with LLM(
+def open_bench(options: argparse.Namespace, quantization: str | None, stack: ExitStack) -> Bench:
+    """Return an engine that `stack` closes."""
+    llm = LLM(
         options.model,
         dtype=options.dtype,
-        quantization=options.quantization,
+        quantization=quantization,
         kv_cache_dtype=options.kv_cache_dtype,
         max_num_seqs=max(options.batches),
         max_model_len=options.context
@@ -159,45 +164,67 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         max_num_batched_tokens=PREFILL_TOKENS,
         num_threads=options.num_threads,
         enable_prefix_caching=False,
-    ) as llm:
-        bench = Bench(llm, options)
-        probe = CpuKernels(bench.config.num_threads)
-        runs: dict[int, list[dict[str, float]]] = {batch: [] for batch in options.batches}
+    )
+    return Bench(stack.enter_context(llm), options)
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the figures of each batch and kind of weights: medians of the rounds."""
+    kinds = [None if name == "none" else name for name in options.quantization]
+    runs: dict[tuple[int, str | None], list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        benches = {kind: open_bench(options, kind, stack) for kind in kinds}
+        probe = CpuKernels(benches[kinds[0]].config.num_threads)
         for _ in range(options.rounds):
             for batch in options.batches:
-                rates = measure_rates(probe)
-                run = bench.run(batch)
-                run |= bounds(bench, batch, rates)
-                run |= {
-                    "gflop_per_s": rates.flops_per_s / 1e9,
-                    "read_gb_per_s": rates.bytes_per_s / 1e9,
-                }
-                run["to_bytes"] = run["step_ms"] / run["by_bytes_ms"]
-                run["to_bound"] = run["step_ms"] / max(run["by_bytes_ms"], run["by_flops_ms"])
-                runs[batch].append(run)
+                for kind, bench in benches.items():
+                    runs.setdefault((batch, kind), []).append(run_one(bench, batch, probe))
     rows = []
-    for batch, found in runs.items():
+    for (batch, kind), found in runs.items():
         median = {
             name: round(statistics.median(run[name] for run in found), 3) for name in found[0]
         }
-        rows.append(
-            {"batch": batch, **median, "tokens_per_s": round(1e3 * batch / median["step_ms"], 1)}
-        )
+        tokens_per_s = round(1e3 * batch / median["step_ms"], 1)
+        row = {"batch": batch, "quantization": kind, **median, "tokens_per_s": tokens_per_s}
+        if kind is not None and (batch, None) in runs:
+            # Of neighbours, which whatever else the machine did hit alike.
+            pairs = zip(runs[batch, None], found, strict=True)
+            ratios = [plain["step_ms"] / own["step_ms"] for plain, own in pairs]
+            row["times_as_fast"] = round(statistics.median(ratios), 3)
+        rows.append(row)
     return rows
 
 
-def checks(rows: list[dict[str, Any]], quantization: str | None) -> list[Check]:
-    """Hold the step against its bound: bytes, and arithmetic where that takes longer.
+def run_one(bench: Bench, batch: int, probe: CpuKernels) -> dict[str, float]:
+    """Return what a batch took beside its bounds, by rates of just before."""
+    rates = measure_rates(probe)
+    run = bench.run(batch) | bounds(bench, batch, rates)
+    return run | {
+        "gflop_per_s": rates.flops_per_s / 1e9,
+        "read_gb_per_s": rates.bytes_per_s / 1e9,
+        "to_bytes": run["step_ms"] / run["by_bytes_ms"],
+        "to_bound": run["step_ms"] / max(run["by_bytes_ms"], run["by_flops_ms"]),
+    }
 
-    Quantized weights are held against bytes alone: their products are not those of the bound.
+
+def checks(rows: list[dict[str, Any]]) -> list[Check]:
+    """Hold the steps against their bounds, and int8 weights against those of 16 bits.
+
+    The bound is bytes, and arithmetic where that takes longer; for quantized weights bytes alone,
+    since their products are not those of the bound.
     """
     found = []
     for row in rows:
         if row["batch"] in CHECKED_BATCHES:
-            computes = quantization is None and row["by_flops_ms"] > row["by_bytes_ms"]
-            name = f"step of {row['batch']} sequences to its bound"
+            is_plain = row["quantization"] is None
+            computes = is_plain and row["by_flops_ms"] > row["by_bytes_ms"]
+            name = "step" if is_plain else f"{row['quantization']} step"
+            name += f" of {row['batch']} sequences to its bound"
             name += " (by arithmetic)" if computes else " (by bytes)"
             found.append(at_most(name, row["to_bound" if computes else "to_bytes"], "ratio", GOAL))
+        if row["batch"] in INT8_GOALS and "times_as_fast" in row:
+            name = f"{row['quantization']} step of {row['batch']}: times as fast as without"
+            found.append(at_least(name, row["times_as_fast"], "ratio", INT8_GOALS[row["batch"]]))
     return found
 
 
@@ -207,7 +234,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization")
+    parser.add_argument(
+        "--quantization", nargs="+", choices=["none", "int8"], default=["none"], help="in turn"
+    )
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--context", type=int, default=192)
@@ -223,7 +252,7 @@ def main() -> None:
             print("  ".join(f"{name} {value}" for name, value in row.items()))
     settings = {name: value for name, value in vars(options).items() if name != "json"}
     run = describe_run(features=cpu_features(), **settings)
-    found = checks(rows, options.quantization)
+    found = checks(rows)
     print(json.dumps({"bench": "cpu_step", **run, "results": rows, "checks": found}))
 
 

@@ -112,10 +112,24 @@ def test_a_step_is_held_against_arithmetic_unless_weights_are_quantized(monkeypa
     monkeypatch.syspath_prepend(str(BENCHES))
     checks = runpy.run_path(str(BENCHES / "cpu_step.py"))["checks"]
     row = {"batch": 8, "by_bytes_ms": 1.0, "by_flops_ms": 2.0, "to_bytes": 2.2, "to_bound": 1.1}
-    held = [check for mode in (None, "int8") for check in checks([row], mode)]
-    assert [(check["name"], check["value"], check["ok"]) for check in held] == [
+    rows = [{**row, "quantization": mode} for mode in (None, "int8")]
+    held = [(check["name"], check["value"], check["ok"]) for check in checks(rows)]
+    assert held == [
         ("step of 8 sequences to its bound (by arithmetic)", 1.1, True),
-        ("step of 8 sequences to its bound (by bytes)", 2.2, False),
+        ("int8 step of 8 sequences to its bound (by bytes)", 2.2, False),
+    ]
+
+
+def test_int8_steps_are_held_against_those_without(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHES))
+    checks = runpy.run_path(str(BENCHES / "cpu_step.py"))["checks"]
+    row = {"quantization": "int8", "by_bytes_ms": 1.0, "by_flops_ms": 1.0, "to_bytes": 1.0}
+    rows = [{**row, "batch": batch, "times_as_fast": 1.4} for batch in (1, 2, 64)]
+    held = [(check["name"], check["ok"]) for check in checks(rows) if "fast" in check["name"]]
+    assert held == [
+        ("int8 step of 1: times as fast as without", False),
+        ("int8 step of 64: times as fast as without", True),
     ]
 
 
@@ -144,11 +158,17 @@ def test_a_step_is_timed_beside_its_bounds(tmp_path):
 
     small = ["--batches", "1", "8", "--context", "40", "--num-steps", "4", "--rounds", "1"]
     small += ["--num-threads", "1", "--dtype", "float32", "--kv-cache-dtype", "int8", "--json"]
+    small += ["--quantization", "none", "int8"]
     report = document(run("cpu_step.py", "--model", str(kit.tiny(tmp_path / "model")), *small))
-    assert [row["batch"] for row in report["results"]] == [1, 8]
+    kinds = [(row["batch"], row["quantization"]) for row in report["results"]]
+    assert kinds == [(1, None), (1, "int8"), (8, None), (8, "int8")]
     assert all(row["step_ms"] > 0 and row["to_bound"] > 0 for row in report["results"])
-    (check,) = report["checks"]
-    assert check["name"].startswith("step of 8 sequences to its bound (by ")
+    names = [check["name"].split(" (by ")[0] for check in report["checks"]]
+    assert names == [
+        "int8 step of 1: times as fast as without",
+        "step of 8 sequences to its bound",
+        "int8 step of 8 sequences to its bound",
+    ]
 
 
 def test_the_scheduler_bench_reports_every_check_and_only_json():

@@ -6,11 +6,14 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Alignment of every buffer, in bytes: a cache line of the CPUs that matter here.
 const LINE: usize = 64;
 /// Size of a large page on x86-64 and, mostly, on aarch64.
 const LARGE_PAGE: usize = 2 << 20;
+/// Size of a chunk that buffers share; those of more than a quarter of it have one of their own.
+const SHARED_BYTES: usize = 32 << 20;
 
 /// Types of which all bits being zero is a value.
 ///
@@ -25,16 +28,92 @@ unsafe impl Zeroed for u16 {}
 // SAFETY: as above.
 unsafe impl Zeroed for u8 {}
 
+/// Memory of buffers; given back with the last of them.
+#[derive(Debug)]
+struct Chunk {
+    first: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: it is only memory; who may touch which part of it is the buffers' business.
+unsafe impl Send for Chunk {}
+// SAFETY: as above.
+unsafe impl Sync for Chunk {}
+
+impl Chunk {
+    /// Allocates zeros for `size` bytes, not none, from a multiple of [`LINE`] on.
+    fn new(size: usize) -> Self {
+        // Aligned by hand: an allocator that is asked for zeros and for more than its usual alignment writes them, which
+        // takes as long as filling the buffer, and gives it small pages.
+        let layout = size.checked_add(LINE).and_then(|size| Layout::from_size_align(size, align_of::<u64>()).ok());
+        // The shapes were checked when the buffer's owner was made.
+        let layout = layout.unwrap_or_else(|| panic!("a buffer of {size} bytes cannot be addressed"));
+        // SAFETY: the layout is not of size 0.
+        let Some(first) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
+        advise(first, layout.size());
+        Self { first, layout }
+    }
+
+    /// The first aligned byte.
+    fn start(&self) -> NonNull<u8> {
+        let address = self.first.as_ptr().addr();
+        // SAFETY: less than a line ahead, for which there is room.
+        unsafe { self.first.add(address.next_multiple_of(LINE) - address) }
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { dealloc(self.first.as_ptr(), self.layout) };
+    }
+}
+
+/// Where buffers come from that are read one after the other, such as the matrices of a model: small ones lie side by side
+/// on the same large pages, which none of them would fill alone.
+#[derive(Debug, Default)]
+pub(crate) struct Arena {
+    /// Chunk with room for more, and bytes of it that have been handed out.
+    current: Mutex<Option<(Arc<Chunk>, usize)>>,
+}
+
+impl Arena {
+    /// Hands out `len` zeros; the system gives the memory when it is first written.
+    pub(crate) fn zeros<T: Zeroed>(&self, len: usize) -> Buffer<T> {
+        let size = buffer_bytes::<T>(len);
+        if size > SHARED_BYTES / 4 {
+            return Buffer::zeros(len);
+        }
+        // Nothing is left half done under this lock.
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.as_ref().is_none_or(|(_, used)| used + size > SHARED_BYTES) {
+            *current = Some((Arc::new(Chunk::new(SHARED_BYTES)), 0));
+        }
+        let Some((chunk, used)) = current.as_mut() else { return Buffer::zeros(len) };
+        // SAFETY: the chunk has room for so many bytes from there, which nobody else has or had.
+        let start = unsafe { chunk.start().add(*used) };
+        *used += size;
+        Buffer { start: start.cast(), len, _chunk: Some(Arc::clone(chunk)) }
+    }
+}
+
+/// Bytes that a buffer takes of a chunk: whole lines.
+fn buffer_bytes<T>(len: usize) -> usize {
+    let bytes = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_next_multiple_of(LINE));
+    // The shapes were checked when the buffer's owner was made.
+    bytes.unwrap_or_else(|| panic!("a buffer of {len} elements cannot be addressed"))
+}
+
 /// A fixed number of elements.
 #[derive(Debug)]
 pub(crate) struct Buffer<T> {
-    /// What was allocated, if anything was.
-    allocation: Option<(NonNull<u8>, Layout)>,
     start: NonNull<T>,
     len: usize,
+    /// What it lies in, if it has elements.
+    _chunk: Option<Arc<Chunk>>,
 }
 
-// SAFETY: it owns its elements as a `Vec` does.
+// SAFETY: it owns its elements as a `Vec` does; a chunk's other parts belong to others.
 unsafe impl<T: Send> Send for Buffer<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Buffer<T> {}
@@ -43,20 +122,10 @@ impl<T: Zeroed> Buffer<T> {
     /// Allocates `len` zeros; the system gives the memory when it is first written.
     pub(crate) fn zeros(len: usize) -> Self {
         if len == 0 {
-            return Self { allocation: None, start: NonNull::dangling(), len };
+            return Self { start: NonNull::dangling(), len, _chunk: None };
         }
-        // Aligned by hand: an allocator that is asked for zeros and for more than its usual alignment writes them, which
-        // takes as long as filling the buffer, and gives it small pages.
-        let bytes = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(LINE));
-        let layout = bytes.and_then(|bytes| Layout::from_size_align(bytes, align_of::<T>()).ok());
-        // The shapes were checked when the buffer's owner was made.
-        let layout = layout.unwrap_or_else(|| panic!("a buffer of {len} elements cannot be addressed"));
-        // SAFETY: the layout is not of size 0.
-        let Some(first) = NonNull::new(unsafe { alloc_zeroed(layout) }) else { handle_alloc_error(layout) };
-        advise(first, layout.size());
-        // SAFETY: less than a line ahead, for which there is room.
-        let start = unsafe { first.add(first.as_ptr().addr().next_multiple_of(LINE) - first.as_ptr().addr()) };
-        Self { allocation: Some((first, layout)), start: start.cast(), len }
+        let chunk = Chunk::new(buffer_bytes::<T>(len));
+        Self { start: chunk.start().cast(), len, _chunk: Some(Arc::new(chunk)) }
     }
 }
 
@@ -91,15 +160,6 @@ impl<T> DerefMut for Buffer<T> {
     }
 }
 
-impl<T> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        if let Some((first, layout)) = self.allocation {
-            // SAFETY: allocated with this layout.
-            unsafe { dealloc(first.as_ptr(), layout) };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -112,6 +172,25 @@ mod tests {
             assert!(buffer.iter().all(|element| *element == 0));
             buffer.fill(7);
             assert_eq!(buffer.len(), len);
+        }
+    }
+
+    #[test]
+    fn buffers_of_an_arena_are_apart_and_outlive_it() {
+        let arena = Arena::default();
+        let mut buffers: Vec<Buffer<u16>> =
+            [3, 0, 64, SHARED_BYTES / 8, SHARED_BYTES / 2, SHARED_BYTES / 8, SHARED_BYTES / 8, SHARED_BYTES / 8, 5]
+                .into_iter()
+                .map(|len| arena.zeros(len))
+                .collect();
+        drop(arena);
+        for (number, buffer) in (1..).zip(&mut buffers) {
+            assert!(buffer.is_empty() || buffer.as_ptr().addr().is_multiple_of(LINE));
+            assert!(buffer.iter().all(|element| *element == 0));
+            buffer.fill(number);
+        }
+        for (number, buffer) in (1..).zip(&buffers) {
+            assert!(buffer.iter().all(|element| *element == number));
         }
     }
 }

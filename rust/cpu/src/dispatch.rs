@@ -7,6 +7,7 @@
 use crate::attention::element::Element;
 use crate::attention::plan::WorkItem;
 use crate::attention::tile::{Problem, Scratch, attend, finish};
+use crate::buffer::Arena;
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Team};
 use crate::simd::Simd;
@@ -104,6 +105,8 @@ impl Variant {
 pub struct Kernels {
     pool: Pool,
     isa: Isa,
+    /// Memory of packed weights.
+    weights: Arena,
 }
 
 impl Kernels {
@@ -124,7 +127,7 @@ impl Kernels {
             return Err(Error::Isa { isa: isa.name() });
         }
         let pool = Pool::new(num_threads)?;
-        Ok(Self { pool, isa })
+        Ok(Self { pool, isa, weights: Arena::default() })
     }
 
     /// Instruction set in use.
@@ -135,6 +138,10 @@ impl Kernels {
     /// Threads that work on a call, the calling one included.
     pub fn num_threads(&self) -> usize {
         self.pool.num_threads()
+    }
+
+    pub(crate) fn weights(&self) -> &Arena {
+        &self.weights
     }
 
     pub(crate) fn pool(&self) -> &Pool {

@@ -244,7 +244,7 @@ impl Kernels {
         debug_assert!(set.is_available());
         let shape = Shape::new(weights, out_features, in_features, num_parts, 2 * set.lanes())?;
         let (num_groups, bytes) = (in_features.div_ceil(GROUP), group_bytes(set.lanes()));
-        let mut packed = Buffer::zeros(shape.num_panels * num_groups * bytes);
+        let mut packed = self.weights().zeros(shape.num_panels * num_groups * bytes);
         let target = Target(packed.as_mut_ptr());
         self.team()?.run(shape.num_panels, true, |_, panel| {
             // SAFETY: `packed` has `num_panels` panels of this length; this item is the only one with this panel.
@@ -278,7 +278,7 @@ impl Kernels {
         place: impl Fn(usize, usize) -> usize + Sync,
     ) -> Result<Buffer<T>> {
         let Shape { in_features, num_panels, width, .. } = shape;
-        let mut packed = Buffer::zeros(num_panels * width * in_features);
+        let mut packed = self.weights().zeros(num_panels * width * in_features);
         let target = Target(packed.as_mut_ptr());
         self.team()?.run(num_panels, true, |_, panel| {
             let (first, num_columns) = shape.features(panel);
