@@ -25,6 +25,9 @@ PYTHON_SOURCES := python tests benches kernels scripts
 LOOM := RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom CARGO_PROFILE_RELEASE_LTO=off \
 	CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 cargo test --locked -p cbrs-core --test loom --release
 
+# Tests of the Triton kernels that need nothing of ours but Python: beside the build, which leaves a core idle.
+KERNEL_TESTS := tests/test_kernel_compile.py tests/test_launch_table.py tests/test_interpreted_attention.py
+
 # The Rust benchmarks are a workspace of their own.
 BENCHES := --manifest-path benches/Cargo.toml
 IN_BENCHES := CARGO_TARGET_DIR="$${CARGO_TARGET_DIR:-$(abspath target/benches)}"
@@ -55,7 +58,7 @@ demo: wheel ## run the same requests under static and continuous batching, and d
 
 .PHONY: test
 test: ## set up, then run every check (25 minutes at most on 2 cores; CI adds wheel-smoke and bench-guard)
-	@CBRS_STAGED=1 scripts/stages.sh setup+test-loom build model fmt-check lint test-package+test-rust test-py
+	@CBRS_STAGED=1 scripts/stages.sh setup+test-loom build+test-kernels model fmt-check lint test-package+test-rust test-py
 
 .PHONY: soak
 soak: $(NEED_BUILD) model ## run the long versions of the tests (hours)
@@ -112,7 +115,11 @@ test-loom: ## model-check the queue: the small models exhaustively, the larger o
 
 .PHONY: test-py
 test-py: $(NEED_BUILD) $(if $(NEED_BUILD),model) ## Python tests (PYTEST_ARGS=...)
-	$(PY) -m pytest $(PYTEST_WORKERS) --ignore tests/test_packaging.py $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_WORKERS) --ignore tests/test_packaging.py $(if $(CBRS_STAGED),$(KERNEL_TESTS:%=--ignore %)) $(PYTEST_ARGS)
+
+.PHONY: test-kernels
+test-kernels: $(NEED_SETUP) ## compile the Triton kernels for their GPUs, and run attention's under the interpreter
+	PYTHONPATH=python OMP_NUM_THREADS=1 $(PY) -m pytest $(KERNEL_TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-package
 test-package: $(NEED_BUILD) ## install a wheel of what is built, and the sdist, into fresh environments and use them
