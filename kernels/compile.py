@@ -2,7 +2,8 @@
 
 Prints a table of registers and spills (from the machine code, by the `cuobjdump` of the triton
 wheel) and shared memory (from Triton). A row that does not compile, needs more shared memory than
-its device has, or spills in a hot kernel is a fault, and the exit status is 1.
+its device has, or spills in a hot kernel is a fault, and the exit status is 1. With `--everywhere`
+rows are compiled for newer devices that would use them, too, and not for their own alone.
 
 A module of kernels takes part by standing in `MODULES` and having `EXAMPLES`: for each name of a
 kernel in the launch table, a function from a `launch.Row` to the `launch.Example` to compile.
@@ -62,8 +63,12 @@ class Compiled:
         return ""
 
 
-def compile_rows(rows: tuple[launch.Row, ...] | None = None) -> list[Compiled]:
-    """Compile rows, by default the whole table, for every device that would use them.
+def compile_rows(
+    rows: tuple[launch.Row, ...] | None = None, everywhere: bool = False
+) -> list[Compiled]:
+    """Compile rows, by default the whole table, each for its own capability.
+
+    With `everywhere` hot rows also for newer devices that would use them.
 
     A kernel that no module knows is a `KeyError`.
     """
@@ -75,7 +80,7 @@ def compile_rows(rows: tuple[launch.Row, ...] | None = None) -> list[Compiled]:
     for row in rows:
         example = examples[row.kernel](row)
         # of what need not be fast, one is enough: float32 takes longest to compile
-        capabilities = targets(row, rows) if example.hot else [row.capability]
+        capabilities = targets(row, rows) if everywhere and example.hot else [row.capability]
         compiled += [compile_row(replace(row, capability=n), example) for n in capabilities]
     return compiled
 
@@ -138,7 +143,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def main() -> int:
     """Print the table; return 1 if a row has a fault."""
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
-    compiled = compile_rows()
+    compiled = compile_rows(everywhere="--everywhere" in sys.argv[1:])
     line = "{:<20} {:>5} {:<28} {:>5} {:>6} {:>9} {:>6} {:>7} {:>7}  {}"
     print(
         line.format(

@@ -14,9 +14,18 @@ _CHECKS = Path(__file__).parent / "interpreted"
 
 
 def test_attention_does_as_its_twin():
+    run("not soak")
+
+
+@pytest.mark.soak
+def test_attention_does_as_its_twin_with_many_heads():
+    run("soak")
+
+
+def run(marks: str) -> None:
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(_CHECKS / "check_attention.py")],
         env=environment,

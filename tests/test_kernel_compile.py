@@ -32,8 +32,11 @@ fault(4, 2, 32, "fp8e4nv", 64)
 
 
 @pytest.mark.timeout(900)
-def test_every_row_compiles_and_no_hot_kernel_spills(tmp_path):
-    done = run(tmp_path, "-m", "cbrs.kernels.compile")
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--everywhere",), marks=pytest.mark.soak)], ids=["own", "all"]
+)
+def test_every_row_compiles_and_no_hot_kernel_spills(tmp_path, options):
+    done = run(tmp_path, "-m", "cbrs.kernels.compile", *options)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith(": 0 faults")

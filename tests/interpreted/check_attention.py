@@ -139,7 +139,7 @@ def test_head_dims_of_decodes_and_prompts(head_dim, cache_dtype):
     Call([19, 20], [1, 20], head_dim=head_dim, num_decodes=1, cache_dtype=cache_dtype).check()
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 71])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, pytest.param(71, marks=pytest.mark.soak)])
 def test_groups_of_heads_share_a_tile(group):
     Call([18, 23, 40], [1, 3, 38], heads=(2 * group, 2), num_decodes=1, head_dim=16).check()
 
